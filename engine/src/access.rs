@@ -56,6 +56,11 @@ pub trait ParamAccess {
         false
     }
 
+    /// The pipeline stage through which passes transfer values; `None` if this rank has all units.
+    fn pipeline(&self) -> Option<&dyn PipelineStage> {
+        None
+    }
+
     /// Indices of the units that this pipeline stage has; `None` if it has all units.
     fn own_units(&self) -> Option<Range<u32>> {
         None

@@ -362,6 +362,8 @@ pub struct Plan {
     units: Vec<UnitPlan>,
     /// Units of this rank's pipeline stage. The units of other stages are empty in `units`.
     own: Range<u32>,
+    /// Recompute groups, cut at the borders of the pipeline stage.
+    recomputed: Vec<Range<u32>>,
     first_element: Vec<u64>,
     /// By unit: whether it is updated in backward.
     early: Vec<bool>,
@@ -373,11 +375,7 @@ impl Plan {
     ///
     /// # Errors
     /// When the model's declaration or the settings are inconsistent.
-    pub fn new(
-        spec: ModelSpec,
-        mut config: ZeroConfig,
-        world_size: usize,
-    ) -> Result<Self, PlanError> {
+    pub fn new(spec: ModelSpec, config: ZeroConfig, world_size: usize) -> Result<Self, PlanError> {
         if world_size == 0 {
             return Err(PlanError::EmptyWorld);
         }
@@ -424,7 +422,7 @@ impl Plan {
         let hash = slice::hash(&spec, &config, world_size);
         let mut units = plan_units(&spec, shards, config.states_in_blocks);
         recompute::check(&config.recomputed, &units)?;
-        let own = slice::cut(&mut config, &mut units)?;
+        let (own, recomputed) = slice::cut(&config, &mut units)?;
         let early = optimizer_overlap::chosen(&config, world_size, &units);
         Ok(Self {
             spec,
@@ -432,6 +430,7 @@ impl Plan {
             world_size,
             units,
             own,
+            recomputed,
             first_element,
             early,
             hash,
@@ -493,14 +492,14 @@ impl Plan {
     /// or backward).
     #[must_use]
     pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
-        schedule::schedule(&self.units, &self.own, &self.config.recomputed, kind)
+        schedule::schedule(&self.units, &self.own, &self.recomputed, kind)
     }
 
     /// Whether backward recomputes the input of `unit` from an earlier unit's input instead of loading a
     /// saved one.
     #[must_use]
     pub fn recomputes_input(&self, unit: UnitId) -> bool {
-        let groups = &self.config.recomputed;
+        let groups = &self.recomputed;
         let inner = |group: &Range<u32>| group.start < unit.0 && unit.0 < group.end;
         groups.iter().any(inner)
     }

@@ -52,14 +52,14 @@ impl Slice {
     }
 }
 
-/// Empties the units of other pipeline stages, and cuts recompute groups at the borders of the stage. Returns the
-/// stage's units.
+/// Empties the units of other pipeline stages. Returns the stage's units, and the recompute groups cut at the borders of
+/// the stage.
 pub(super) fn cut(
-    config: &mut ZeroConfig,
+    config: &ZeroConfig,
     units: &mut [UnitPlan],
-) -> Result<Range<u32>, PlanError> {
+) -> Result<(Range<u32>, Vec<Range<u32>>), PlanError> {
     let Some(slice) = &config.slice else {
-        return Ok(0..units.len() as u32);
+        return Ok((0..units.len() as u32, config.recomputed.clone()));
     };
     slice.check(units.len())?;
     let own = slice.units(slice.stage);
@@ -68,11 +68,10 @@ pub(super) fn cut(
             *group = GroupLayout::default();
         }
     }
-    for group in &mut config.recomputed {
-        *group = group.start.max(own.start)..group.end.min(own.end);
-    }
-    config.recomputed.retain(|group| !group.is_empty());
-    Ok(own)
+    let groups = config.recomputed.iter();
+    let groups = groups.map(|group| group.start.max(own.start)..group.end.min(own.end));
+    let groups = groups.filter(|group| !group.is_empty()).collect();
+    Ok((own, groups))
 }
 
 /// Hash of a plan, equal on all pipeline stages.
@@ -98,6 +97,18 @@ impl Plan {
     pub fn stage_of(&self, unit: UnitId) -> usize {
         let slice = self.config.slice.as_ref();
         slice.map_or(0, |slice| slice.stage_of(unit))
+    }
+
+    /// The plan of another pipeline stage of the same division.
+    ///
+    /// # Errors
+    /// [`PlanError::Slice`] if there is no such stage.
+    pub fn at_stage(&self, stage: usize) -> Result<Self, PlanError> {
+        let mut config = self.config.clone();
+        if let Some(slice) = &mut config.slice {
+            slice.stage = stage;
+        }
+        Self::new(self.spec.clone(), config, self.world_size)
     }
 
     /// Number of pipeline stages.

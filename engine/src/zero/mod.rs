@@ -8,7 +8,7 @@ mod update;
 
 pub use snapshot::check_trained;
 
-use crate::access::{Lease, LeaseOwner, ParamAccess};
+use crate::access::{Lease, LeaseOwner, ParamAccess, PipelineStage};
 use crate::comm::mesh::Mesh;
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::error::EngineError;
@@ -673,6 +673,10 @@ impl ParamAccess for Zero {
 
     fn recomputes_input(&self, unit: UnitId) -> bool {
         self.plan.recomputes_input(unit)
+    }
+
+    fn pipeline(&self) -> Option<&dyn PipelineStage> {
+        (self.mesh.coordinates().stages > 1).then_some(self)
     }
 
     fn own_units(&self) -> Option<Range<u32>> {

@@ -61,6 +61,7 @@ const OVERVIEW: [(Both, &[&str]); 5] = [
             "zero",
             "offload",
             "nproc",
+            "mp-size",
             "device",
             "precision",
             "checkpoint-activations",

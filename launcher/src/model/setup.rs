@@ -2,7 +2,7 @@
 
 use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
-use super::quantize;
+use super::{quantize, stages};
 use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
     check_family,
@@ -13,7 +13,8 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::ui::Event;
 use engine::{
-    DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Stage, UnitId, ZeroConfig,
+    DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Slice, Stage, UnitId,
+    ZeroConfig,
 };
 use kernels::Backend;
 use models::ModelError;
@@ -138,6 +139,7 @@ impl Setup {
         rest.and_then(index).is_some_and(|layer| layer == layers)
     }
 
+    /// Plan of the run; with pipeline stages, that of the first one.
     pub(crate) fn plan(&self, config: &RunPlan) -> Result<Plan, Failure> {
         plan_of(config, &*self.model)
     }
@@ -229,9 +231,21 @@ pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
 }
 
 fn plan_of(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Plan, Failure> {
-    let zero = zero_config(config, model)?;
-    Plan::new(model.spec().clone(), zero, config.world_size)
+    let mut zero = zero_config(config, model)?;
+    if config.mp_size > 1 {
+        let counts = stages::counts(config, model, &zero)?;
+        zero.slice = Some(Slice { counts, stage: 0 });
+    }
+    Plan::new(model.spec().clone(), zero, config.data_ranks())
         .map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))
+}
+
+/// Costs of the model's units in one step, by which pipeline stages are balanced.
+pub(crate) fn unit_costs(
+    config: &RunPlan,
+    model: &dyn VisionLanguageModel,
+) -> Result<Vec<stages::Cost>, Failure> {
+    stages::costs(config, model, &zero_config(config, model)?)
 }
 
 pub(crate) fn precision(config: &RunConfig) -> Precision {
@@ -354,7 +368,7 @@ pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
 pub(crate) fn sampler(config: &RunConfig, mix: Mix, first: &[usize]) -> Sampler {
     let sizes = SamplerSizes {
         samples: mix.per_epoch(),
-        world_size: config.world_size,
+        world_size: config.data_ranks(),
         micro_batch: config.batch.micro_batch,
         accumulation_steps: config.batch.accumulation_steps,
     };

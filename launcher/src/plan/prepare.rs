@@ -5,7 +5,7 @@ use super::origin::origin;
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
-    settle, spill_directories, suggestion,
+    settle, spill_directories, stages, suggestion,
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
@@ -16,7 +16,7 @@ use crate::error::failures::unusable;
 use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
-use crate::model::setup::{Setup, sampler};
+use crate::model::setup::{self, Setup, sampler};
 use crate::ui::{DataEvent, Event};
 use engine::Tier;
 use engine::plan::Formats;
@@ -190,6 +190,10 @@ fn show_plan(
         forward_line(plan),
     ];
     lines.into_iter().flatten().for_each(&mut *show);
+    let costs = || setup::unit_costs(run, model);
+    stages::lines(run, plan, memory, &costs)?
+        .into_iter()
+        .for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
     let lines = [adapter_line(run), pixel_line(run)];
     lines.into_iter().flatten().for_each(&mut *show);

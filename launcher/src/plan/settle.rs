@@ -106,6 +106,7 @@ pub(crate) fn settle(
             Device::Cuda => fit.arena_bytes(&memory),
         },
         spilled_activation_bytes: spilled_activations(&memory),
+        boundary_bytes: memory.boundary_bytes.clone(),
         ..run.found().clone()
     };
     let config = RunConfig {

@@ -6,13 +6,12 @@ use crate::data::SampleSet;
 use crate::data::answers::{self, Question, sample_failure};
 use crate::data::check::encode_options;
 use crate::error::{Failure, failures};
-use crate::lang::both;
+use crate::lang::{Text, both};
 use crate::model::not_finite::not_finite_loss;
 use engine::PassKind;
 use engine::comm::Tag;
-use models::autograd::Tape;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
-use models::{ModelError, SampleInput};
+use models::{ModelError, SampleInput, pipeline};
 use std::cell::Cell;
 
 /// Maximum number of held-out samples whose answers are generated. The loss covers all of them.
@@ -23,7 +22,7 @@ const SHOWN_SAMPLES: usize = 12;
 /// Mean loss per supervised token over the held-out samples. Each sample is one forward pass. The sums are added in
 /// index order in f64, so the result has the same bits for every world size.
 pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failure> {
-    let world = replica.comm.world();
+    let world = replica.data();
     let options = encode_options(replica.config);
     let mut own = vec![0f64; 2 * set.samples.len()];
     for first in (0..set.samples.len()).step_by(world.size) {
@@ -64,7 +63,7 @@ fn not_finite(
     index: usize,
     loss: f64,
 ) -> Result<Failure, Failure> {
-    let world = replica.comm.world();
+    let world = replica.data();
     let options = encode_options(replica.config);
     let own = index - index % world.size + world.rank;
     replica.zero.begin_pass(PassKind::Infer);
@@ -88,19 +87,22 @@ fn not_finite(
             Tag::new("eval-non-finite", 0),
         )
         .map_err(|e| failures::comm(&e))?;
-    let first = all.get(index % world.size);
-    let first = first
-        .and_then(|text| serde_json::from_slice(text).ok())
-        .flatten();
+    let at = replica.zero.mesh().coordinates();
+    let first = (0..at.stages).find_map(|stage| {
+        let text = all.get(at.rank(index % world.size, stage))?;
+        serde_json::from_slice::<Option<Text>>(text).ok()?
+    });
     Ok(not_finite_loss(&set.samples[index], index, loss, first))
 }
 
 fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {
     let run = || -> Result<_, ModelError> {
         let batch = replica.model.collate(samples, &*replica.backend)?;
-        let tape = Tape::inference(&replica.zero);
-        let loss = replica.model.forward(&tape, &batch)?;
-        Ok((loss.sum()?, loss.supervised))
+        let loss = pipeline::forward(&*replica.model, &replica.zero, &batch)?;
+        match replica.zero.mesh().coordinates().is_last() {
+            true => Ok((loss.sum()?, loss.supervised)),
+            false => Ok((0.0, 0)),
+        }
     };
     run().map_err(|e| failures::model(both("evaluate", "评估"), &e))
 }
@@ -111,7 +113,7 @@ pub(crate) fn exact_match(
     set: &SampleSet,
     step: u64,
 ) -> Result<f64, Failure> {
-    let world = replica.comm.world();
+    let world = replica.data();
     let options = encode_options(replica.config);
     let count = set.samples.len().min(GENERATED_SAMPLES);
     let own: Vec<usize> = (world.rank..count).step_by(world.size).collect();
@@ -130,6 +132,10 @@ pub(crate) fn exact_match(
             })
             .collect::<Result<Vec<_>, Failure>>()?;
         for (question, tokens) in questions.iter().zip(decode(replica, &questions)?) {
+            // All stages have the same answers; the first counts them.
+            if replica.zero.mesh().coordinates().stage > 0 {
+                continue;
+            }
             let answer = question.judge(&*replica.processor, &tokens)?;
             right += f64::from(answer.exact);
             asked += 1.0;

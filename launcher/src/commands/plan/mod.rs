@@ -318,7 +318,12 @@ fn as_text(
     if let Some(line) = upload_line(plan, None) {
         text += &shown(&line, usize::MAX);
     }
-    let trains = trained_parts(config, &*shapes(config)?.0)?;
+    let model = shapes(config)?.0;
+    let trains = trained_parts(config, &*model)?;
+    let costs = || unit_costs(config, &*model);
+    for line in stages::lines(config, plan, memory, &costs)? {
+        text += &shown(&line, usize::MAX);
+    }
     for line in [
         backward_line(plan, spare.as_ref()),
         forward_line(plan),
