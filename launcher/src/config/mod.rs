@@ -422,10 +422,7 @@ const fn one() -> usize {
     1
 }
 
-#[expect(
-    clippy::trivially_copy_pass_by_ref,
-    reason = "serde passes a reference"
-)]
+/// Whether a count is the default of 1; serde passes a reference.
 const fn is_one(count: &usize) -> bool {
     *count == 1
 }

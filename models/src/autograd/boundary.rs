@@ -45,15 +45,11 @@ impl Boundary {
 
     /// An error if a segment of this stage reads a value that no stage sent.
     pub(super) fn check(&self, unit: UnitId, inputs: &[&Var]) -> Result<()> {
-        let missing = inputs.iter().find(|input| self.is_nothing(input));
+        let missing = inputs.iter().find(|input| is_nothing(input));
         match missing.and_then(|input| input.output()) {
             Some(output) => Err(ModelError::NotReceived { unit, output }),
             None => Ok(()),
         }
-    }
-
-    fn is_nothing(&self, var: &Var) -> bool {
-        var.output().is_some() && var.shape().dims() == [0]
     }
 
     /// The outputs of a segment of another stage.
@@ -65,7 +61,7 @@ impl Boundary {
         tape: &Tape<'_, '_>,
     ) -> Result<[Var; O]> {
         if unit.0 >= self.own.end {
-            for input in inputs.iter().filter(|input| !self.is_nothing(input)) {
+            for input in inputs.iter().filter(|input| !is_nothing(input)) {
                 if let Some(index) = input.output() {
                     self.needed.insert(index, (*input).clone());
                 }
@@ -88,4 +84,9 @@ impl Boundary {
             }
         }))
     }
+}
+
+/// Whether a value is of another stage and was not received.
+fn is_nothing(var: &Var) -> bool {
+    var.output().is_some() && var.shape().dims() == [0]
 }

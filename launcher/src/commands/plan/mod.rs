@@ -7,6 +7,7 @@ mod headline;
 mod matrix;
 mod nearest;
 mod planner;
+mod propose;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -20,12 +21,12 @@ use crate::error::{ErrorCode, Failure, quoted};
 use crate::lang::{Lang, Text, both, text};
 use crate::launch::hostfile;
 use crate::model::optimizer::trained_parts;
-use crate::model::setup::shapes;
+use crate::model::setup::{shapes, unit_costs};
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
     DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line, backward_share, forward_line,
-    pixel_line, resume,
+    pixel_line, resume, stages,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -63,6 +64,16 @@ pub(crate) fn run(
             pretty(&matrix::as_json(&rows))
         } else {
             Lang::chosen().speak(|| matrix::as_text(&config, &rows))
+        };
+        print(&text)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if args.propose == Some(true) {
+        let candidates = propose::candidates(&planner, &config, args)?;
+        let text = if json {
+            pretty(&propose::as_json(&candidates))
+        } else {
+            Lang::chosen().speak(|| propose::as_text(&config, &candidates, args))
         };
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
