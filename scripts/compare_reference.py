@@ -9,8 +9,9 @@ The first command needs your Python with torch, transformers and peft. It comput
 them in PACK, with links to the files of MODEL. The second command computes the same here and prints each difference
 with its tolerance. Both take about 4 bytes of memory per parameter.
 
-MODEL is a directory of a family that transformers itself implements: GLM-4.1V. Families with remote code (MiniCPM,
-CogVLM, GLM-4V) are refused, with the commands that compare their losses. SAMPLES.json is a list of samples with
+MODEL is a directory of a family that transformers itself implements: GLM-4.1V, GLM-4.6V-Flash (published as glm4v, or
+as glm46v) and GLM-OCR. Families with remote code (MiniCPM, CogVLM, GLM-4V) are refused, with the commands that compare
+their losses. SAMPLES.json is a list of samples with
 `conversations` (or `messages`) and `image` (or `images`), as in the README; relative paths of images start at its
 directory.
 """
@@ -43,6 +44,8 @@ def conversation(sample, at):
     turns = sample.get("conversations", sample.get("messages"))
     if not turns:
         raise Refused(f"sample {at} has neither `conversations` nor `messages`")
+    if sample.get("videos") or sample.get("video"):
+        raise Refused(f"sample {at} has a video")
     images = sample.get("image", sample.get("images", []))
     # Images by their marks, or in the order of the marks.
     named = images if isinstance(images, dict) else {}
@@ -69,49 +72,73 @@ def conversation(sample, at):
 
 
 def read_samples(path, limit):
-    """The first `limit` samples of a file, with absolute paths of images."""
+    """The first `limit` samples of a file as (messages, absolute paths of images, `enable_thinking` or None)."""
     samples = json.loads(Path(path).read_text())
     if isinstance(samples, dict):
         raise Refused(f"{path} is not a list of samples")
-    read = [conversation(sample, at) for at, sample in enumerate(samples[:limit])]
+    read = [(*conversation(sample, at), sample.get("enable_thinking")) for at, sample in enumerate(samples[:limit])]
     if not read:
         raise Refused(f"{path} has no sample")
     directory = Path(path).resolve().parent
-    return [(messages, [directory / image for image in images]) for messages, images in read]
+    return [(messages, [directory / image for image in images], switch) for messages, images, switch in read]
 
 
-# ---- GLM-4.1V ------------------------------------------------------------------------------------
+# ---- GLM -----------------------------------------------------------------------------------------
 
 
-def prompt(messages, features):
-    """The text of a conversation as LLaMA-Factory renders it; `features` are the image tokens of each image."""
-    counts = iter(features)
+# What the prompt gives of an answer without a thought.
+NO_THOUGHT = "\n<think></think>\n"
+IMAGE = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
+
+
+def prompt(messages):
+    """The text of a conversation as LLaMA-Factory renders it, with one image token for each image."""
     text = "[gMASK]<sop>"
     for message in messages:
-        def image(_):
-            return "<|begin_of_image|>" + "<|image|>" * next(counts) + "<|end_of_image|>"
-        text += f"<|{message['role']}|>\n" + re.sub("<image>", image, message["content"])
+        text += f"<|{message['role']}|>\n" + message["content"].replace("<image>", "".join(IMAGE))
     return text + "<|endoftext|>"
 
 
-def labels_of(ids, assistant, roles, end):
-    """Labels of a token sequence: every token of an answer, and `end` in place of the token after it."""
-    labels, answers = [], False
-    for token in ids:
+def parts(message, enable_thinking=None):
+    """A message as chat templates take it: a list of texts and images. Without thinking an answer has no thought."""
+    if message["role"] == "assistant":
+        said = message["content"]
+        return message | {"content": said.rsplit("</think>")[-1] if enable_thinking is False else said}
+    texts = message["content"].split("<image>")
+    content = [{"type": "text", "text": texts[0]}] if texts[0] else []
+    for text in texts[1:]:
+        content += [{"type": "image"}] + ([{"type": "text", "text": text}] if text else [])
+    return {"role": message["role"], "content": content}
+
+
+def expanded(text, features):
+    """A text with as many image tokens as each image has `features`."""
+    counts = iter(features)
+    return re.sub(re.escape(IMAGE[1]), lambda token: token[0] * next(counts), text)
+
+
+def labels_of(ids, assistant, roles, end, given=()):
+    """Labels of a token sequence: every token of an answer after `given`, and `end` in place of the token after it."""
+    labels, answers, start = [], False, 0
+    for at, token in enumerate(ids):
         closes = token in roles or token == end
-        labels.append(end if closes and answers else token if answers else IGNORED)
+        said = answers and tuple(ids[start : at + 1]) != tuple(given[: at + 1 - start])
+        labels.append(end if closes and answers else token if said else IGNORED)
         if closes:
-            answers = token == assistant
+            answers, start = token == assistant, at + 1
     return labels
 
 
-class Glm41v:
-    """transformers and peft for GLM-4.1V."""
+class Glm:
+    """transformers and peft for GLM-4.1V, GLM-4.6V-Flash and GLM-OCR."""
 
     def __init__(self, directory, device):
+        import PIL
         import torch
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+        if int(PIL.__version__.split(".")[0]) >= 13:
+            print("note: Pillow 13 resizes in another order; pixels agree with `pip install 'pillow<13'`", file=sys.stderr)
         self.torch, self.device = torch, device
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.images = AutoImageProcessor.from_pretrained(directory, use_fast=False)
@@ -119,9 +146,22 @@ class Glm41v:
             directory, dtype=torch.float32, attn_implementation="eager"
         )
         self.model = model.to(device).eval()
+        # GLM-4.6V-Flash is trained with its own chat template; the other two as LLaMA-Factory renders them.
+        has_switch = "/nothink" in self.tokenizer.get_vocab()
+        self.thinks = has_switch and model.config.model_type != "glm_ocr"
 
-    def encode(self, messages, paths):
+    def text(self, messages, enable_thinking):
+        """The text of a conversation, with one image token for each image."""
+        if not self.thinks:
+            return prompt(messages)
+        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        shown = [parts(message, enable_thinking) for message in messages]
+        return self.tokenizer.apply_chat_template(shown, tokenize=False, **switch) + "<|endoftext|>"
+
+    def encode(self, messages, paths, enable_thinking=None):
         """Inputs of the model for one sample, and its labels."""
+        if enable_thinking is not None and not self.thinks:
+            raise Refused("the model's template has no switch `enable_thinking`")
         from PIL import Image
 
         torch, inputs, features = self.torch, {}, []
@@ -130,10 +170,13 @@ class Glm41v:
             inputs = dict(self.images(images=images, return_tensors="pt"))
             merged = self.images.merge_size**2
             features = [int(grid.prod()) // merged for grid in inputs["image_grid_thw"]]
-        ids = self.tokenizer(prompt(messages, features), add_special_tokens=False)["input_ids"]
+        text = expanded(self.text(messages, enable_thinking), features)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         number = self.tokenizer.convert_tokens_to_ids
         roles = {number(f"<|{role}|>") for role in ("user", "assistant", "system")}
-        labels = labels_of(ids, number("<|assistant|>"), roles, number("<|endoftext|>"))
+        given = self.tokenizer(NO_THOUGHT, add_special_tokens=False)["input_ids"]
+        given = given if self.thinks and enable_thinking is False else []
+        labels = labels_of(ids, number("<|assistant|>"), roles, number("<|endoftext|>"), given)
         inputs["input_ids"] = torch.tensor([ids])
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == number("<|image|>")).int()
@@ -203,7 +246,7 @@ def supervised(labels):
     return int((labels != IGNORED).sum())
 
 
-FAMILIES = {"glm4v": Glm41v}
+FAMILIES = {"glm4v": Glm, "glm46v": Glm, "glm_ocr": Glm}
 
 
 def family_of(directory):
@@ -236,15 +279,17 @@ def write_pack(reference, model, samples, options):
         raise Refused(f"{pack} exists")
     (pack / "cases").mkdir(parents=True)
     encoded, counts, names = [], [], []
-    for number, (messages, images) in enumerate(samples):
+    for number, (messages, images, switch) in enumerate(samples):
         name = f"sample_{number}"
         case = pack / "cases" / name
         case.mkdir()
         copies = [f"image_{k}{path.suffix}" for k, path in enumerate(images)]
         for path, copy in zip(images, copies):
             shutil.copyfile(path, case / copy)
-        (case / "conversation.json").write_text(json.dumps({"messages": messages, "images": copies}, indent=1))
-        inputs, labels = reference.encode(messages, images)
+        stored = {"messages": messages, "images": copies}
+        stored |= {} if switch is None else {"enable_thinking": switch}
+        (case / "conversation.json").write_text(json.dumps(stored, indent=1))
+        inputs, labels = reference.encode(messages, images, switch)
         if supervised(labels) == 0:
             raise Refused(f"sample {number} has no answer")
         reference.save(reference.case(inputs, labels), case / "expected.safetensors")

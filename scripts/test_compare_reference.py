@@ -8,7 +8,9 @@ import unittest
 from pathlib import Path
 
 import compare_reference
-from compare_reference import IGNORED, Refused, conversation, labels_of, main, prompt, read_samples
+from compare_reference import (
+    FAMILIES, IGNORED, Glm, Refused, conversation, expanded, labels_of, main, parts, prompt, read_samples
+)
 
 ANSWER = {"role": "assistant", "content": "A cat."}
 
@@ -29,9 +31,9 @@ class StandIn:
     def __init__(self, directory, device):
         self.directory, self.device = directory, device
 
-    def encode(self, messages, paths):
+    def encode(self, messages, paths, enable_thinking=None):
         answers = sum(message["role"] == "assistant" for message in messages)
-        return {"images": len(paths)}, Labels([IGNORED, IGNORED] + [7] * answers)
+        return {"images": len(paths), "switch": enable_thinking}, Labels([IGNORED, IGNORED] + [7] * answers)
 
     def case(self, inputs, labels):
         return {"inputs": inputs, "labels": labels}
@@ -79,6 +81,7 @@ class Samples(unittest.TestCase):
             {"image": two, "conversations": [{"role": "user", "content": "<image_00>?"}, ANSWER]},
             {"image": two, "conversations": [{"role": "user", "content": "<image_00><image_00>"}, ANSWER]},
             {"conversations": [{"role": "tool", "content": "x"}]},
+            {"videos": ["film"], "messages": [{"role": "user", "content": "<video>What?"}, ANSWER]},
             {"conversations": [{"role": "user", "content": "<|assistant|>"}, ANSWER]},
         ]:
             self.assertRaises(Refused, conversation, sample, 0)
@@ -90,10 +93,41 @@ class Samples(unittest.TestCase):
         no = IGNORED
         self.assertEqual(labels, [no, no, no, no, 11, 12, end, no, no, 14, end])
 
+    def test_labels_leave_out_what_the_prompt_gives_of_an_answer(self):
+        user, assistant, end, no = 1, 2, 3, IGNORED
+        ids = [assistant, 8, 9, 11, user, 10, assistant, 8, 9, 12, end]
+        labels = labels_of(ids, assistant, {user, assistant}, end, [8, 9])
+        self.assertEqual(labels, [no, no, no, 11, end, no, no, no, no, 12, end])
+        self.assertEqual(labels_of([assistant, 8, 10, end], assistant, {assistant}, end, [8, 9]), [no, no, 10, end])
+
+    def test_the_template_decides_where_a_model_has_a_switch_for_thoughts(self):
+        class Template:
+            def apply_chat_template(self, messages, tokenize, **switch):
+                return f"{messages} {switch}"
+
+        model = object.__new__(Glm)
+        model.tokenizer, model.thinks = Template(), True
+        thought = {"role": "assistant", "content": "<think>So.</think>\nA cat."}
+        self.assertEqual(model.text([thought], None), f"{[thought]} {{}}<|endoftext|>")
+        said = [{"role": "assistant", "content": "\nA cat."}]
+        self.assertEqual(model.text([thought], False), f"{said} {{'enable_thinking': False}}<|endoftext|>")
+        model.thinks = False
+        self.assertEqual(model.text([ANSWER], None), prompt([ANSWER]))
+        self.assertRaises(Refused, model.encode, [ANSWER], [], False)
+
+    def test_templates_get_texts_and_images_in_their_order(self):
+        text, image = {"type": "text", "text": "a"}, {"type": "image"}
+        expected = {"<image>a<image>": [image, text, image], "a": [text], "a<image>a": [text, image, text]}
+        for content, expected in expected.items():
+            self.assertEqual(parts({"role": "user", "content": content}), {"role": "user", "content": expected})
+
+    def test_every_published_name_of_the_glm_checkpoints_is_covered(self):
+        self.assertEqual(sorted(FAMILIES), ["glm46v", "glm4v", "glm_ocr"])
+
     def test_an_image_has_its_tokens(self):
-        text = prompt([{"role": "user", "content": "<image>a<image>"}, ANSWER], [2, 1])
+        text = prompt([{"role": "user", "content": "<image>a<image>"}, ANSWER])
         self.assertEqual(
-            text,
+            expanded(text, [2, 1]),
             "[gMASK]<sop><|user|>\n<|begin_of_image|><|image|><|image|><|end_of_image|>a"
             "<|begin_of_image|><|image|><|end_of_image|><|assistant|>\nA cat.<|endoftext|>",
         )
@@ -116,7 +150,7 @@ class Packs(unittest.TestCase):
             config["auto_map"] = {"AutoModel": "modeling.Model"}
         (self.place / "model/config.json").write_text(json.dumps(config))
         (self.place / "cat.png").write_bytes(b"pixels")
-        samples = [{"image": "cat.png", "conversations": [{"role": "user", "content": "<image>What?"}, ANSWER]},
+        samples = [{"enable_thinking": False, "image": "cat.png", "conversations": [{"role": "user", "content": "<image>What?"}, ANSWER]},
                    {"conversations": [{"role": "user", "content": "Hello?"}, ANSWER, ANSWER]}]
         (self.place / "train.json").write_text(json.dumps(samples))
         words = [self.place / "model", self.place / "train.json", "--output", self.place / "pack", *more]
@@ -132,6 +166,10 @@ class Packs(unittest.TestCase):
         pack = self.place / "pack"
         self.assertEqual((pack / "config.json").resolve(), (self.place / "model/config.json").resolve())
         self.assertEqual((pack / "cases/sample_0/image_0.png").read_bytes(), b"pixels")
+        switched = json.loads((pack / "cases/sample_0/conversation.json").read_text())
+        self.assertIs(switched["enable_thinking"], False)
+        expected = json.loads((pack / "cases/sample_0/expected.safetensors").read_text())
+        self.assertIs(expected["inputs"]["switch"], False)
         stored = json.loads((pack / "cases/sample_1/conversation.json").read_text())
         self.assertEqual((len(stored["messages"]), stored["images"]), (3, []))
         self.assertTrue((pack / "cases/sample_1/expected.safetensors").is_file())
