@@ -141,6 +141,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn rates_are_per_second_and_positive() {
+        assert_eq!(parse_rate("12GB/s"), Ok(12_000_000_000));
+        assert_eq!(parse_rate(" 1GiB/s "), Ok(1 << 30));
+        assert_eq!(parse_tflops("45"), Ok(45.0));
+        assert!(parse_rate("0GB/s").is_err() && parse_rate("fast").is_err());
+        assert!(parse_tflops("-1").is_err() && parse_tflops("inf").is_err());
+    }
+
+    #[test]
     fn hardware_is_a_count_of_devices_of_a_size() {
         let hardware = Hardware {
             devices: 2,

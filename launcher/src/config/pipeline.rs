@@ -50,7 +50,7 @@ impl RunConfig {
         let without = both("omit --mp-size", "请去掉 --mp-size");
         if self.device == Device::Cuda {
             return Some((
-                both("--device cuda", "--device cuda").into(),
+                Text::literal("--device cuda"),
                 both(
                     "activations cross the boundaries of stages in host memory; copies from and to GPUs are not built yet",
                     "激活经由主机内存跨越各段的边界；尚未实现与 GPU 之间的拷贝",
@@ -76,11 +76,10 @@ impl RunConfig {
             OptimizerInBackward::All | OptimizerInBackward::Most(_)
         ) {
             return Some((
-                text!(
-                    "--optimizer-in-backward {}",
+                Text::literal(format_args!(
                     "--optimizer-in-backward {}",
                     self.optimizer_in_backward
-                ),
+                )),
                 both(
                     "the last backward of a window begins while others are still open",
                     "窗口中最后一次反向开始时，其他反向尚未结束",
@@ -93,7 +92,7 @@ impl RunConfig {
         }
         if self.elastic {
             return Some((
-                both("--elastic", "--elastic").into(),
+                Text::literal("--elastic"),
                 both(
                     "a restart with fewer ranks would have another division of the layers",
                     "用更少的 rank 重新启动会改变各层的划分",
@@ -103,7 +102,7 @@ impl RunConfig {
         }
         self.batch.find_batch.then(|| {
             (
-                both("--find-batch", "--find-batch").into(),
+                Text::literal("--find-batch"),
                 both(
                     "the division of the layers depends on the batch",
                     "各层的划分取决于批大小",

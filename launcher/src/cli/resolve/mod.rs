@@ -207,7 +207,7 @@ fn mp_size(args: &Args, env: &Env, world_size: usize) -> Result<usize, Failure> 
     );
     let next = world_size.div_ceil(stages.max(1)) * stages.max(1);
     Err(out_of_range(&format!("--mp-size {stages}"), &why)
-        .next(text!("--nproc {next}", "--nproc {next}")))
+        .next(Text::literal(format_args!("--nproc {next}"))))
 }
 
 /// Groups of ranks that hold a copy each; one group of all is none.

@@ -6,7 +6,7 @@
 
 use super::planner::Planner;
 use crate::cli::PlanArgs;
-use crate::config::RunConfig;
+use crate::config::{Device, RunConfig};
 use crate::error::Failure;
 use crate::lang::{both, text};
 use crate::model::setup::{shapes, unit_costs};
@@ -38,6 +38,14 @@ pub(super) struct Candidate {
     compute_seconds: f64,
     transfer_seconds: f64,
     seconds: f64,
+}
+
+impl Candidate {
+    /// Samples per update.
+    #[cfg(test)]
+    pub(super) fn samples(&self) -> usize {
+        self.planned.run.global_batch()
+    }
 }
 
 /// Combinations of ZeRO stage, pipeline stages and quantization that are valid for `config`, those that fit first, then by
@@ -222,6 +230,13 @@ pub(super) fn as_text(config: &RunConfig, candidates: &[Candidate], args: &PlanA
         "{} · {rates}\n{change:<66}{device:>12}{compute:>10}{transfer:>10}{step:>10}  {fits}\n",
         config.name(),
     );
+    if config.device == Device::Cuda {
+        let line = both(
+            "pipeline stages do not run on GPUs yet and are left out",
+            "流水线段尚不能在 GPU 上运行，因此未列出",
+        );
+        text += &format!("{line}\n");
+    }
     for candidate in candidates {
         let verdict = match candidate.planned.fit.fits() {
             true => both("yes", "是"),
