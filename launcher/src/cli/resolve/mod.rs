@@ -467,7 +467,10 @@ fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure>
 fn ranks_here(args: &Args, env: &Env, world_size: usize) -> Option<usize> {
     let here = match (&env.rank, &env.node) {
         (Some(rank), _) => rank.local_world_size,
-        (_, Some(node)) => node.share(args.nproc.unwrap_or(defaults::NPROC)).1,
+        (_, Some(node)) => {
+            let asked = args.nproc.or(env.gpus_per_worker);
+            node.share(asked.unwrap_or(defaults::NPROC)).1
+        }
         _ => world_size,
     };
     (here < world_size).then_some(here)
