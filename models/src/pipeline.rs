@@ -152,6 +152,8 @@ impl Window<'_> {
         }
         stage.end(PassKind::Backward)?;
         match loss {
+            // A dry run has no values.
+            Some((loss, _)) if loss.rows.value().is_meta() => Ok(Some((0.0, loss.supervised))),
             Some((loss, fetch)) => Ok(Some((fetch.sum()?, loss.supervised))),
             None => Ok(Some((0.0, 0))),
         }

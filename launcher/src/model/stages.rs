@@ -10,7 +10,7 @@ use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::lang::{Text, both, text};
 use engine::plan::{GroupKind, UnitPlan};
-use engine::{DryRun, EngineError, ParamId, PassKind, Plan, ZeroConfig};
+use engine::{DryRun, EngineError, ParamAccess, ParamId, PassKind, Plan, ZeroConfig};
 use kernels::Tensor;
 use models::autograd::Tape;
 use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
