@@ -147,6 +147,9 @@ pub struct RoundingCounter {
 pub struct Scalars {
     /// Factor on every gradient before the update. It is multiplied by the clip factor, if there is one.
     pub grad_scale: f32,
+    /// Weight of the old value in Adam's first moment, `beta1`. Updates of 8-bit moments use it, and compute `1 - beta1`
+    /// and `1 - beta2` from both betas in f32.
+    pub beta1: f32,
     /// Weight of the new gradient in Adam's first moment, `1 - beta1`.
     pub one_minus_beta1: f32,
     /// Weight of the old value in Adam's second moment, `beta2`.
@@ -167,6 +170,9 @@ pub struct Scalars {
 }
 
 /// Dtypes in which an `AdamW` update stores weights and moments, and whether there are master weights.
+///
+/// Moments of 8 bits are codes of [`dynamic_map`](crate::dynamic_map), with one `f32` absmax for every
+/// [`BLOCK_ELEMS`](Self::BLOCK_ELEMS) elements.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Form {
     /// `f32` weights and moments.
@@ -179,49 +185,78 @@ pub enum Form {
     Bf16,
     /// `bf16` weights and moments with stochastic rounding.
     PureBf16,
+    /// [`F32`](Self::F32) weights, moments of 8 bits.
+    F32Blocks,
+    /// [`MasterBf16`](Self::MasterBf16) weights, moments of 8 bits.
+    MasterBf16Blocks,
+    /// [`MasterF16`](Self::MasterF16) weights, moments of 8 bits.
+    MasterF16Blocks,
+    /// [`Bf16`](Self::Bf16) weights, moments of 8 bits.
+    Bf16Blocks,
 }
 
 impl Form {
     /// Every combination of dtypes that the `AdamW` update supports. The index of a form is the number that
     /// stands for it in the CUDA source.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 9] = [
         Self::F32,
         Self::MasterBf16,
         Self::MasterF16,
         Self::Bf16,
         Self::PureBf16,
+        Self::F32Blocks,
+        Self::MasterBf16Blocks,
+        Self::MasterF16Blocks,
+        Self::Bf16Blocks,
     ];
+    /// Elements that share an absmax of 8-bit moments.
+    pub const BLOCK_ELEMS: usize = 256;
+
+    /// The form with the same weights whose moments have one number per element.
+    #[must_use]
+    pub const fn elementwise(self) -> Self {
+        match self {
+            Self::F32Blocks => Self::F32,
+            Self::MasterBf16Blocks => Self::MasterBf16,
+            Self::MasterF16Blocks => Self::MasterF16,
+            Self::Bf16Blocks => Self::Bf16,
+            other => other,
+        }
+    }
 
     /// Dtype of the weights that the update changes.
     #[must_use]
     pub const fn weight(self) -> DType {
-        match self {
-            Self::F32 | Self::MasterBf16 | Self::MasterF16 => DType::F32,
+        match self.elementwise() {
             Self::Bf16 | Self::PureBf16 => DType::BF16,
+            _ => DType::F32,
         }
     }
 
     /// Dtype of the 16-bit copy of the master weights. `None` for a form without such a copy.
     #[must_use]
     pub const fn copy(self) -> Option<DType> {
-        match self {
+        match self.elementwise() {
             Self::MasterBf16 => Some(DType::BF16),
             Self::MasterF16 => Some(DType::F16),
             _ => None,
         }
     }
 
-    /// Dtype of Adam's first and second moments.
+    /// Dtype of Adam's first and second moments: `U8` for codes of 8 bits.
     #[must_use]
     pub const fn moment_dtype(self) -> DType {
         match self {
+            Self::F32 | Self::MasterBf16 | Self::MasterF16 | Self::Bf16 => DType::F32,
             Self::PureBf16 => DType::BF16,
-            _ => DType::F32,
+            Self::F32Blocks | Self::MasterBf16Blocks | Self::MasterF16Blocks | Self::Bf16Blocks => {
+                DType::U8
+            }
         }
     }
 
     /// Memory traffic of the update in bytes per element: all reads and writes, including the gradient, whose
-    /// dtype is `grad`.
+    /// dtype is `grad`. The absmax of 8-bit moments do not count.
     #[must_use]
     pub fn bytes(self, grad: DType) -> usize {
         let written = self.copy().map_or(0, DType::size_bytes);
@@ -265,6 +300,9 @@ pub struct AdamWArgs<'a> {
     pub exp_avg: Part<'a>,
     /// Second moment of each element (running mean of squared gradients), updated.
     pub exp_avg_sq: Part<'a>,
+    /// Absmax of both moments, one for each block of the chunk's elements, if the form has moments of 8 bits. The chunk
+    /// begins at a block border of its tensor.
+    pub absmax: Option<[Part<'a>; 2]>,
     /// Constants of the optimizer step: a state with an array of [`Scalars`], filled with
     /// [`ResidentAccess::write`], and the index of the entry to use.
     pub scalars: (&'a Resident, usize),

@@ -259,7 +259,7 @@ pub trait Optimizer: Send + Sync + std::fmt::Debug {
     }
 
     /// The rule's constants and data layout for the device's own kernels, which give the same bits as
-    /// [`Optimizer::step`]. `None` where no kernel supports this precision; the host then steps.
+    /// [`Optimizer::step`]. With moments of 8 bits, parameters without blocks have [`Form::elementwise`]. `None` where no kernel supports this precision; the host then steps.
     fn on_device(&self, _precision: Precision) -> Option<(&AdamW, Form)> {
         None
     }

@@ -96,12 +96,6 @@ impl DeviceStep {
             }
         };
         let weight_dtype = plan.dtype_of(GroupKind::Trainable);
-        let state_start = state.range().start;
-        let kept = state.kinds_mut().iter_mut().map(|kind| {
-            let states = kind.region.resident_mut();
-            states.ok_or(EngineError::NotResident)
-        });
-        let mut kept = kept.collect::<Result<Vec<&mut Resident>>>()?;
         let place = bytes(range, weights_start, weight_dtype);
         let mut scratch = match weights.resident() {
             Some(_) => None,
@@ -129,20 +123,37 @@ impl DeviceStep {
                 },
                 (None, None) => return Err(EngineError::NotResident),
             };
-            let start = part.start - state_start;
-            let mut kept = kept.iter_mut().map(|of| Part { of, start });
-            let mut next = || kept.next().ok_or(EngineError::NotResident);
+            // States that cover the parameter: the master weights, if any, and the moments, each with its absmax, if any.
+            let mut kept = state.kinds_mut().iter_mut().filter_map(|kind| {
+                let start = kind.of(&part)?.start;
+                let of = kind.region.resident_mut();
+                Some(of.map(|of| Part { of, start }))
+            });
+            let mut next = || kept.next().flatten().ok_or(EngineError::NotResident);
             let (weight, copy) = match form.copy() {
                 Some(_) => (next()?, Some(model)),
                 None => (model, None),
+            };
+            let exp_avg = next()?;
+            let form = match exp_avg.of.dtype() {
+                DType::U8 => form,
+                _ => form.elementwise(),
+            };
+            let (exp_avg_sq, absmax) = match form.moment_dtype() {
+                DType::U8 => {
+                    let of_first = next()?;
+                    (next()?, Some([of_first, next()?]))
+                }
+                _ => (next()?, None),
             };
             device.adamw(AdamWArgs {
                 form,
                 grad: &grad,
                 weight,
                 copy,
-                exp_avg: next()?,
-                exp_avg_sq: next()?,
+                exp_avg,
+                exp_avg_sq,
+                absmax,
                 scalars: (&self.table, self.entries[slot.param.index()]),
                 first_element: plan.first_element(slot.param) + (part.start - slot.offset) as u64,
             })?;

@@ -9,14 +9,10 @@ pub const PRIMITIVES: &str = include_str!("source/primitives.cuh");
 /// text.
 pub const PRELUDE: &str = include_str!("source/prelude.cuh");
 
-/// Source text of a family that rounds stochastically.
-macro_rules! rounding {
-    ($path:literal) => {
-        concat!(
-            include_str!("source/rounding.cuh"),
-            "\n",
-            include_str!($path)
-        )
+/// Source text of a family behind headers that only some families need.
+macro_rules! with_headers {
+    ($($path:literal),+) => {
+        concat!($(include_str!($path), "\n"),+)
     };
 }
 
@@ -56,11 +52,13 @@ pub enum Family {
     RowSums,
     /// Cross entropy of logits: statistics, losses and gradients.
     Loss,
+    /// Unpacking of weights of 4 or 8 bits.
+    Unpack,
 }
 
 impl Family {
     /// Every kernel family: one for each CUDA source file with kernels in this crate.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Cast,
         Self::PrimitivesCheck,
         Self::AdamW,
@@ -77,6 +75,7 @@ impl Family {
         Self::Rows,
         Self::RowSums,
         Self::Loss,
+        Self::Unpack,
     ];
 
     /// Name of the family's CUDA source file without extension, e.g. `adamw`.
@@ -99,6 +98,7 @@ impl Family {
             Self::Rows => "rows",
             Self::RowSums => "row_sums",
             Self::Loss => "loss",
+            Self::Unpack => "unpack",
         }
     }
 
@@ -108,8 +108,12 @@ impl Family {
         match self {
             Self::Cast => include_str!("source/cast.cu"),
             Self::PrimitivesCheck => include_str!("source/primitives_check.cu"),
-            Self::AdamW => rounding!("source/adamw.cu"),
-            Self::Accumulate => rounding!("source/accumulate.cu"),
+            Self::AdamW => with_headers!(
+                "source/rounding.cuh",
+                "source/dynamic_map.cuh",
+                "source/adamw.cu"
+            ),
+            Self::Accumulate => with_headers!("source/rounding.cuh", "source/accumulate.cu"),
             Self::GradNorm => include_str!("source/grad_norm.cu"),
             Self::Norm => include_str!("source/norm.cu"),
             Self::Attention => include_str!("source/attention.cu"),
@@ -122,6 +126,7 @@ impl Family {
             Self::Rows => include_str!("source/rows.cu"),
             Self::RowSums => include_str!("source/row_sums.cu"),
             Self::Loss => include_str!("source/loss.cu"),
+            Self::Unpack => with_headers!("source/dynamic_map.cuh", "source/unpack.cu"),
         }
     }
 
@@ -146,6 +151,7 @@ impl Family {
             Self::Rows => super::ops::rows::modules(),
             Self::RowSums => super::ops::rows::sum_modules(),
             Self::Loss => super::ops::loss::modules(),
+            Self::Unpack => super::ops::unpack::modules(),
         }
     }
 }

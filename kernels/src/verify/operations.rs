@@ -1,10 +1,11 @@
 //! Every operation of a backend, in every dtype and in mixtures, on small operands.
 
-use super::{Check, Compare, Input};
+use super::{Check, Compare, Input, numbers};
+use crate::cuda::ops::unpack::PACKINGS;
 use crate::{
     AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
     AttentionArgs, Backend, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs, IGNORED_LABEL,
-    LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Tensor, Transpose,
+    LossNeeds, MatmulArgs, MatmulGroup, RopeLayout, Shape, Tag, Tensor, Transpose,
 };
 use std::ops::Range;
 
@@ -137,6 +138,22 @@ fn elements(dtype: DType) -> Vec<Check> {
             [x()],
             Compare::Bits,
             move |b, x| Ok(vec![b.cast(&x[0], to)?]),
+        ));
+    }
+    for packing in PACKINGS {
+        checks.push(Check::new(
+            format!("unpack {packing} to {dtype}"),
+            [],
+            Compare::Bits,
+            move |b, _| {
+                let shape = Shape::new(&[9, 70]);
+                let values = numbers::normal(0, shape.elems());
+                let mut packed = vec![0; packing.bytes(shape)];
+                packing.pack(&values, shape, &mut packed);
+                let bytes = Shape::new(&[packed.len()]);
+                let packed = b.upload(&packed, bytes, DType::U8, Tag::Gathered)?;
+                Ok(vec![b.unpack(&packed, packing, shape, dtype)?])
+            },
         ));
     }
     for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {

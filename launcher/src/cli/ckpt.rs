@@ -85,7 +85,7 @@ pub struct CkptConsolidateArgs {
     /// Directory to write; it must not exist or must be empty
     #[arg(long, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Also write the optimizer state to optimizer.safetensors (tensors NAME.exp_avg, …)
+    /// Also write the optimizer state to optimizer.safetensors (tensors NAME.exp_avg, …; NAME.state1, … as bitsandbytes has them after --moments 8bit)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub optimizer: Option<bool>,
     /// Largest weight file, such as 5GB (the default) or 512MiB

@@ -1,6 +1,6 @@
 //! Which base weights of a run are packed, and how a checkpoint records it.
 
-use crate::config::{Device, Quantize, QuantizeFormat, RunConfig};
+use crate::config::{Quantize, QuantizeFormat, RunConfig};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{both, text};
@@ -19,13 +19,13 @@ const ALL: &str = "all";
 /// The weights that the run `config` packs: those that it selects, or those that its model directory has packed.
 ///
 /// # Errors
-/// The directory is packed in another way than the run asks for, or the run is for GPUs, which cannot unpack weights.
+/// The directory is packed in another way than the run asks for.
 pub(super) fn packed(config: &RunConfig) -> Result<PackedWeights, Failure> {
     let dir = config.model_dir();
     let declared = PackedWeights::declared(&dir);
     let declared = declared.map_err(|error| unusable(&dir, &error))?;
     let chosen = config.quantize.as_ref();
-    let packed = match (chosen, declared) {
+    Ok(match (chosen, declared) {
         (
             Some(Quantize {
                 format: QuantizeFormat::None,
@@ -46,24 +46,7 @@ pub(super) fn packed(config: &RunConfig) -> Result<PackedWeights, Failure> {
             stored
         }
         (Some(chosen), None) => by_flags(chosen)?,
-    };
-    if config.device == Device::Cuda && packed != PackedWeights::None {
-        return Err(Failure::usage(
-            both(
-                "packed weights do not train on a GPU yet",
-                "压缩存储的权重目前不能在 GPU 上训练",
-            ),
-            both(
-                "no kernel for GPUs unpacks them",
-                "没有在 GPU 上解压它们的内核",
-            ),
-        )
-        .next(both(
-            "add --device cpu, or --quantize none",
-            "请加上 --device cpu 或 --quantize none",
-        )));
-    }
-    Ok(packed)
+    })
 }
 
 /// The weights that the flags `chosen` select.

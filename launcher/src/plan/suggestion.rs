@@ -83,6 +83,12 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.precision == PrecisionChoice::F32 {
         found.push(precision("bf16"));
     }
+    if config.trainable.lora.is_some() && config.quantize.is_none() {
+        found.push(vec![
+            ("quantize", "nf4".to_owned()),
+            ("quantize-double", "true".to_owned()),
+        ]);
+    }
     found.extend(adapters_instead(config));
     if config.precision != PrecisionChoice::PureBf16 {
         found.push(precision("pure-bf16"));
@@ -417,7 +423,7 @@ mod tests {
     #[test]
     fn options_already_in_use_are_not_suggested() {
         let config = config(
-            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6 --data-workers 1",
+            "--model m --data d --zero 3 --offload cpu --precision pure-bf16 --nproc 1 --use-lora --max-slice-nums 1 --checkpoint-num-layers 6 --data-workers 1 --quantize nf4",
         );
         assert_eq!(neighbours(&config), Vec::<Flags>::new());
     }

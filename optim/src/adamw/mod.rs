@@ -183,6 +183,7 @@ impl AdamW {
         let c = self.coefficients(step, lr, weight_decay, grad_scale)?;
         Ok(Scalars {
             grad_scale: c.grad_scale,
+            beta1: c.beta1,
             one_minus_beta1: c.one_minus_beta1,
             beta2: c.beta2,
             one_minus_beta2: c.one_minus_beta2,
@@ -374,10 +375,11 @@ impl Optimizer for AdamW {
     }
 
     fn on_device(&self, precision: Precision) -> Option<(&AdamW, Form)> {
-        if self.eight_bit {
-            return None;
-        }
         let form = match (precision, self.pure_bf16.weights, self.pure_bf16.moments) {
+            (Precision::F32, ..) if self.eight_bit => Form::F32Blocks,
+            (Precision::Bf16, ..) if self.eight_bit => Form::MasterBf16Blocks,
+            (Precision::Fp16, ..) if self.eight_bit => Form::MasterF16Blocks,
+            (Precision::PureBf16, Bf16Storage::Stochastic, _) if self.eight_bit => Form::Bf16Blocks,
             (Precision::F32, ..) => Form::F32,
             (Precision::Bf16, ..) => Form::MasterBf16,
             (Precision::Fp16, ..) => Form::MasterF16,

@@ -106,6 +106,7 @@ families! {
     rows_match_their_references: Rows 0 of 1,
     row_sums_match_their_references: RowSums 0 of 1,
     loss_matches_its_reference: Loss 0 of 1,
+    unpack_matches_the_cpu: Unpack 0 of 1,
 }
 
 /// Checks the emulator's own product, so that library products of a backend are executed as by cuBLASLt.

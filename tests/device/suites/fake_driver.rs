@@ -144,9 +144,14 @@ fn doctor_reports_the_driver_and_its_gpus() {
 
 /// Whether the losses are those of the CPU.
 fn agree(gpu: &[f64], cpu: &[f64]) {
+    agree_in(DType::F32, gpu, cpu);
+}
+
+/// The same with weights in `dtype`.
+fn agree_in(dtype: DType, gpu: &[f64], cpu: &[f64]) {
     assert_eq!((cpu.len(), gpu.len()), (2, 2));
     for (step, (got, want)) in gpu.iter().zip(cpu).enumerate() {
-        let allowed = tolerance::trajectory(DType::F32, *want, step);
+        let allowed = tolerance::trajectory(dtype, *want, step);
         assert!((got - want).abs() <= allowed, "{gpu:?} instead of {cpu:?}");
     }
 }
@@ -213,8 +218,8 @@ const FAMILIES: [&str; 12] = [
     "glm-ocr",
 ];
 
-/// Updates of a family's model, in full and with adapters, on one rank.
-fn families_agree_with_the_cpu() {
+/// A site with four samples of one image in `data.json`, and the golden packs.
+fn with_samples() -> (Site, PathBuf) {
     let site = Site::new();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     let images = fs::read_dir(golden.join("minicpm-v-2_6/cases/square_no_slice")).unwrap();
@@ -227,9 +232,19 @@ fn families_agree_with_the_cpu() {
     ]});
     let samples = vec![sample; 4];
     fs::write(site.0.path().join("data.json"), json!(samples).to_string()).unwrap();
+    (site, golden)
+}
+
+/// Updates of a family's model, in full and with adapters, on one rank.
+fn families_agree_with_the_cpu() {
+    let (site, golden) = with_samples();
     let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
     for family in &FAMILIES[..if all { FAMILIES.len() } else { 1 }] {
-        for rest in ["", "--lora-rank 4"] {
+        for rest in [
+            "",
+            "--lora-rank 4",
+            "--lora-rank 4 --quantize nf4 --quantize-double",
+        ] {
             let model = golden.join(family).display().to_string();
             let line = format!("{ONE} --model {model} --data data.json --precision f32 {rest}");
             let [cpu, gpu] = ["cpu", "cuda"].map(|device| {
@@ -238,6 +253,51 @@ fn families_agree_with_the_cpu() {
             });
             agree(&gpu, &cpu);
         }
+    }
+}
+
+/// Adapters on a directory that bitsandbytes packed, with states and packed weights on every tier.
+fn packed_directories_agree_with_the_cpu() {
+    let (site, golden) = with_samples();
+    let all = std::env::var_os("TESSERA_EVERY_PACK").is_some();
+    let packs = ["glm-4.1v-nf4-decoder", "minicpm-v-nf4", "glm-4.1v-int8"];
+    for pack in &packs[..if all { packs.len() } else { 1 }] {
+        let model = golden.join(pack).display().to_string();
+        let line =
+            format!("--nproc 1 --model {model} --data data.json --precision f32 --lora-rank 4");
+        let on_cpu = format!("{line} --offload cpu --device cpu");
+        let cpu = site.train(&[], &on_cpu, &format!("{pack}-on-cpu"));
+        for offload in ["none", "cpu", "nvme:spill"] {
+            let on_gpu = format!("{line} --offload {offload} --device cuda");
+            let output = format!("{pack}-{}", &offload[..3]);
+            agree(&site.train(&[], &on_gpu, &output), &cpu);
+        }
+    }
+}
+
+/// Moments of 8 bits stay in device memory, and the GPU updates them.
+fn moments_of_8_bits_agree_with_the_cpu() {
+    let site = Site::new();
+    for precision in ["f32", "fp16"] {
+        let line = format!("--nproc 1 --offload none --moments 8bit --precision {precision}");
+        let cpu = site.train(
+            &[],
+            &format!("{line} --device cpu"),
+            &format!("{precision}-cpu"),
+        );
+        let output = format!("{precision}-gpu");
+        let line = format!("{DEMO} {line} --device cuda --output {output}");
+        let (code, text) = site.run(&[], &line);
+        assert_eq!(code, Some(0), "{text}");
+        assert!(!text.contains("fake driver: "), "{text}");
+        assert!(!text.contains("no GPU kernel"), "{text}");
+        let gpu = site.losses(&output);
+        let dtype = if precision == "f32" {
+            DType::F32
+        } else {
+            DType::F16
+        };
+        agree_in(dtype, &gpu, &cpu);
     }
 }
 
@@ -363,7 +423,7 @@ fn wrong_products_fall_back_to_our_kernels() {
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 13] = [
+const TESTS: [Test; 15] = [
     ("the_driver_keeps_its_rules", the_driver_keeps_its_rules),
     (
         "doctor_reports_the_driver_and_its_gpus",
@@ -376,6 +436,14 @@ const TESTS: [Test; 13] = [
         products_by_the_library_agree_with_the_cpu,
     ),
     ("families_agree_with_the_cpu", families_agree_with_the_cpu),
+    (
+        "packed_directories_agree_with_the_cpu",
+        packed_directories_agree_with_the_cpu,
+    ),
+    (
+        "moments_of_8_bits_agree_with_the_cpu",
+        moments_of_8_bits_agree_with_the_cpu,
+    ),
     (
         "states_on_disk_agree_with_the_cpu",
         states_on_disk_agree_with_the_cpu,

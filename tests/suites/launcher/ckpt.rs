@@ -5,6 +5,7 @@ use engine::checkpoint::Checkpoint;
 use half::bf16;
 use kernels::DType;
 use models::WeightSource;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -321,6 +322,53 @@ fn resharding_there_and_back_gives_the_same_bytes() {
             &["--nproc"],
         );
     }
+}
+
+/// The states have the names of bitsandbytes, and `map[code] * absmax` is a moment.
+#[test]
+fn consolidated_moments_of_8_bits_are_the_states_of_bitsandbytes() {
+    let site = Site::new();
+    site.train("--precision f32 --moments 8bit");
+    done(
+        &site,
+        "consolidate out/checkpoint-2 --output wide --optimizer",
+    );
+    let checkpoint = Checkpoint::open(&site.path("out/checkpoint-2")).unwrap();
+    let file = fs::read(site.path("wide/optimizer.safetensors")).unwrap();
+    let states = SafeTensors::deserialize(&file).unwrap();
+    let mut counts = [0, 0];
+    for tensor in checkpoint.tensors() {
+        let (kind, map, values) = match tensor.kind.as_str() {
+            "exp_avg" => ("state1", "qmap1", &kernels::dynamic_map::SIGNED),
+            "exp_avg_sq" => ("state2", "qmap2", &kernels::dynamic_map::UNSIGNED),
+            _ => continue,
+        };
+        let of = |state: &str| states.tensor(&format!("{}.{state}", tensor.name));
+        let raw = |kind: &str, elems: u64, size: usize| {
+            let mut raw = vec![0; elems as usize * size];
+            let read = checkpoint.read(kind, &tensor.name, 0..elems, &mut raw);
+            read.unwrap();
+            raw
+        };
+        let elems: u64 = tensor.shape.iter().product();
+        let written = of(kind).unwrap();
+        assert_eq!(
+            written.data(),
+            raw(&tensor.kind, elems, tensor.dtype.size_bytes())
+        );
+        let has_codes = tensor.dtype == DType::U8;
+        counts[usize::from(has_codes)] += 1;
+        let dtype = if has_codes { Dtype::U8 } else { Dtype::F32 };
+        assert_eq!(written.dtype(), dtype, "{}", tensor.name);
+        let absmax = of(&kind.replace("state", "absmax"));
+        assert_eq!(absmax.is_ok(), has_codes, "{}", tensor.name);
+        if let Ok(absmax) = absmax {
+            let stored = format!("{}_absmax", tensor.kind);
+            assert_eq!(absmax.data(), raw(&stored, elems.div_ceil(256), 4));
+            assert_eq!(f32s(of(map).unwrap().data()), values);
+        }
+    }
+    assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
 }
 
 fn f32s(bytes: &[u8]) -> Vec<f32> {

@@ -74,6 +74,11 @@ fn moments_of_8_bits_have_the_same_bits_in_every_cell() {
             [(1, "nvme:spill"), (3, "cpu --optimizer-in-backward all")],
         ),
         (
+            "fp16",
+            "--precision fp16 --moments 8bit",
+            [(1, "cpu"), (2, "nvme:spill")],
+        ),
+        (
             "kahan",
             "--precision pure-bf16 --pure-bf16-weights kahan --optim paged_adamw_8bit",
             [(2, "optimizer=cpu"), (3, "nvme:spill")],

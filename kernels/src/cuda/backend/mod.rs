@@ -39,7 +39,7 @@ use super::matmul::Multiply;
 use super::module::Module;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
-use super::ops::{attention, cast, workspace::Workspace};
+use super::ops::{attention, cast, unpack, workspace::Workspace};
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
@@ -842,11 +842,19 @@ impl Backend for CudaBackend {
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor> {
+        const OP: &str = "unpack";
         check::unpack(packed, packing, shape, dtype)?;
-        Err(KernelError::Device {
-            op: "unpack a weight",
-            cause: "no kernel of this device unpacks weights".into(),
-        })
+        let mut from = self.address(OP, packed)?;
+        let aligned;
+        if !from.0.is_multiple_of(16) {
+            aligned = self.copy_of(OP, packed, Tag::Workspace)?;
+            from = self.address(OP, &aligned)?;
+        }
+        let y = self.uninit(shape, dtype, Tag::Gathered)?;
+        let to = self.address(OP, &y)?;
+        let launch = unpack::launch(packing, from, shape, dtype, to);
+        self.run_some(OP, launch.map(|l| [l]))?;
+        Ok(y)
     }
 
     fn add(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {

@@ -5,7 +5,9 @@ use crate::cuda::launch::{Address, Launch};
 use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
 use crate::error::{KernelError, Result, shape_error};
 use crate::pool::Tag;
-use crate::resident::{AdamWArgs, Part, Resident, ResidentAccess, RoundingCounter, Scalars, fits};
+use crate::resident::{
+    AdamWArgs, Form, Part, Resident, ResidentAccess, RoundingCounter, Scalars, fits,
+};
 use crate::{DType, Tensor};
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -214,7 +216,8 @@ impl ResidentAccess for CudaBackend {
         const OP: &str = "AdamW";
         let (form, n) = (args.form, args.grad.elems());
         let changed = [&mut args.weight, &mut args.exp_avg, &mut args.exp_avg_sq];
-        for part in changed.into_iter().chain(&mut args.copy) {
+        let absmax = args.absmax.iter_mut().flatten();
+        for part in changed.into_iter().chain(&mut args.copy).chain(absmax) {
             part.of.changes(OP)?;
         }
         let address = |x: &Tensor, dtype| {
@@ -226,6 +229,19 @@ impl ResidentAccess for CudaBackend {
             (None, None) => Address::NULL,
             _ => return shape_error(OP, format!("{form:?} with the copy {:?}", args.copy)),
         };
+        let absmax = match (form.moment_dtype(), &args.absmax) {
+            (DType::U8, Some([m, v])) => {
+                let blocks = n.div_ceil(Form::BLOCK_ELEMS);
+                let address = |part: &Part<'_>| {
+                    let x = part.tensor(blocks)?;
+                    fits(OP, &x, DType::F32, blocks)?;
+                    self.address(OP, &x)
+                };
+                [address(m)?, address(v)?]
+            }
+            (DType::F32 | DType::BF16, None) => [Address::NULL; 2],
+            _ => return shape_error(OP, format!("{form:?} with the absmax {:?}", args.absmax)),
+        };
         let chunk = adamw::AdamWChunk {
             form,
             grad_dtype: args.grad.dtype(),
@@ -234,6 +250,7 @@ impl ResidentAccess for CudaBackend {
             copy,
             exp_avg: address(&args.exp_avg.tensor(n)?, form.moment_dtype())?,
             exp_avg_sq: address(&args.exp_avg_sq.tensor(n)?, form.moment_dtype())?,
+            absmax,
             n: n as u64,
             first_element: args.first_element,
         };

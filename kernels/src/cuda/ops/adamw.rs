@@ -9,6 +9,8 @@ pub use crate::resident::{Form, Scalars};
 
 /// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 12;
+/// Maps of both 8-bit moments in shared memory: 256 f32 each.
+const MAP_BYTES: u32 = 2 * 256 * 4;
 
 /// Operands of one `AdamW` step on a chunk of `n` elements: device addresses of arrays, each aligned to its
 /// element size.
@@ -28,6 +30,8 @@ pub struct AdamWChunk {
     pub exp_avg: Address,
     /// Second moment of `AdamW` (running mean of squared gradients), updated in place.
     pub exp_avg_sq: Address,
+    /// Absmax of both moments, one per block, updated in place. Null unless the form has moments of 8 bits.
+    pub absmax: [Address; 2],
     /// Number of elements of each array.
     pub n: u64,
     /// Global index of the chunk's first element in the model. It selects the random numbers of stochastic
@@ -52,7 +56,11 @@ impl AdamWChunk {
 
 fn module(form: Form, grad: DType) -> Option<Module> {
     let defines = [("FORM", form as u32), ("GRAD", element_type(grad)?)];
-    Some(Module::new(Family::AdamW, defines, &["adamw"]))
+    let kernels: &[&str] = match form.moment_dtype() {
+        DType::U8 => &["adamw_blocks"],
+        _ => &["adamw"],
+    };
+    Some(Module::new(Family::AdamW, defines, kernels))
 }
 
 /// Kernel modules of the `AdamW` step: one for every form with every dtype of the gradient.
@@ -72,25 +80,39 @@ pub fn modules() -> Vec<Module> {
 /// says to skip. Moves [`Form::bytes`] bytes per element. `None` when the gradient is not a float.
 #[must_use]
 pub fn launch(chunk: &AdamWChunk, scalars: Address, clip: Address) -> Option<Launch> {
-    let head = chunk.head();
+    let module = module(chunk.form, chunk.grad_dtype)?;
+    let before = [
+        chunk.grad,
+        chunk.weight,
+        chunk.copy,
+        chunk.exp_avg,
+        chunk.exp_avg_sq,
+    ];
+    let (absmax, own, grid, shared_bytes) = match chunk.form.moment_dtype() {
+        DType::U8 => {
+            let warps = chunk.n.div_ceil(Form::BLOCK_ELEMS as u64);
+            let grid = warps.div_ceil(u64::from(THREADS / 32));
+            (
+                &chunk.absmax[..],
+                None,
+                grid.clamp(1, MAX_BLOCKS) as u32,
+                MAP_BYTES,
+            )
+        }
+        _ => (&[][..], Some(chunk.head()), blocks(chunk.n, MAX_BLOCKS), 0),
+    };
+    let addresses = before.iter().chain(absmax).chain([&scalars, &clip]);
+    let numbers = [Some(chunk.n), Some(chunk.first_element), own];
     Some(Launch {
-        module: module(chunk.form, chunk.grad_dtype)?,
-        kernel: "adamw",
-        grid: [blocks(chunk.n, MAX_BLOCKS), 1, 1],
+        kernel: module.kernels()[0],
+        module,
+        grid: [grid, 1, 1],
         threads: THREADS,
-        shared_bytes: 0,
-        args: vec![
-            Arg::Address(chunk.grad),
-            Arg::Address(chunk.weight),
-            Arg::Address(chunk.copy),
-            Arg::Address(chunk.exp_avg),
-            Arg::Address(chunk.exp_avg_sq),
-            Arg::Address(scalars),
-            Arg::Address(clip),
-            Arg::U64(chunk.n),
-            Arg::U64(chunk.first_element),
-            Arg::U64(head),
-        ],
+        shared_bytes,
+        args: addresses
+            .map(|address| Arg::Address(*address))
+            .chain(numbers.into_iter().flatten().map(Arg::U64))
+            .collect(),
     })
 }
 
@@ -108,6 +130,7 @@ mod tests {
             copy,
             exp_avg: moments,
             exp_avg_sq: moments,
+            absmax: [Address::NULL; 2],
             n: 100,
             first_element: 0,
         }
@@ -126,6 +149,6 @@ mod tests {
     #[test]
     fn bytes_per_parameter_of_every_form_are_exact() {
         let bytes = Form::ALL.map(|form| form.bytes(DType::BF16));
-        assert_eq!(bytes, [26, 28, 28, 22, 14]);
+        assert_eq!(bytes, [26, 28, 28, 22, 14, 14, 16, 16, 10]);
     }
 }

@@ -20,4 +20,5 @@ pub mod rows;
 pub mod shared_grouped_lora;
 pub mod shared_lora;
 pub mod tile;
+pub mod unpack;
 pub mod workspace;

@@ -13,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
-    Cadence, Device, DeviceChoice, Every, Length, LrScale, Moments, Offload, OptimizerConfig,
+    Cadence, Device, DeviceChoice, Every, Length, LrScale, Offload, OptimizerConfig,
     OptimizerInBackward, PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu,
     SampleRules, Source, Strategy, Task, Tier, Warmup,
 };
@@ -391,9 +391,7 @@ fn offload(args: &Args, device: Device, notes: &mut Vec<Note>) -> Result<Offload
     let asked = args.offload.clone().unwrap_or_default();
     let mut offload = asked.resolved(absolute)?;
     let stored = args.pure_bf16_weights.unwrap_or_default();
-    let has_kernel =
-        stored == PureBf16Weights::Stochastic && args.moments != Some(Moments::EightBit);
-    let steps = device != Device::Cuda || has_kernel;
+    let steps = device != Device::Cuda || stored == PureBf16Weights::Stochastic;
     if !steps && offload.optimizer == Tier::None {
         offload.optimizer = Tier::Cpu;
         let reason = both(

@@ -3,6 +3,8 @@
 //! Files and tensor names are those of the checkpoint (`model`, `adapter_model`, `trained`). Values come from the
 //! training state if it has the tensor in the same shape: from master weights, or from weights if there is no master.
 //! Otherwise they come from the checkpoint's weight file and are widened.
+//!
+//! Moments of 8 bits become the states of bitsandbytes' optimizers, with their names and unchanged: codes, absmax and maps.
 
 use crate::lang::{both, text};
 use std::collections::BTreeSet;
@@ -15,6 +17,7 @@ use engine::checkpoint::{
 };
 use half::{bf16, f16};
 use kernels::DType;
+use kernels::dynamic_map::{SIGNED, UNSIGNED};
 use models::adapter::{ADAPTER_CONFIG, ADAPTER_STEM, TRAINED_STEM};
 use models::params::ADAPTER_PREFIX;
 use models::{WeightError, WeightSource};
@@ -27,7 +30,7 @@ use crate::commands::new_directory::NewDirectory;
 use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::model::files;
-use crate::model::stored::{max_shard_bytes, write_finite};
+use crate::model::stored::{bytes_of, max_shard_bytes, write_finite};
 use crate::units::{bytes, grouped, seconds};
 
 /// Elements of a tensor that are read, widened to f32 and written at a time.
@@ -46,6 +49,18 @@ struct Entry<'a> {
 enum From<'a> {
     State(&'a LogicalTensor),
     File(&'a WeightSource),
+    /// Values of the codes of a moment.
+    Map(&'static [f32; 256]),
+}
+
+impl Entry<'_> {
+    /// Dtype in the written file: f32, or that of codes.
+    fn dtype(&self) -> DType {
+        match self.from {
+            From::State(tensor) if tensor.dtype == DType::U8 => DType::U8,
+            _ => DType::F32,
+        }
+    }
 }
 
 /// Runs `launcher ckpt consolidate`: writes the tensors of a checkpoint as f32 safetensors files into a new
@@ -71,7 +86,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         let entries = entries(&source, file);
         from_state.extend(entries.iter().filter_map(|entry| match entry.from {
             From::State(tensor) => Some(tensor.name.clone()),
-            From::File(_) => None,
+            From::File(_) | From::Map(_) => None,
         }));
         write(stem, &entries)?;
     }
@@ -83,11 +98,7 @@ pub(super) fn run(args: &CkptConsolidateArgs) -> Result<ExitCode, Failure> {
         )?;
     }
     if args.optimizer == Some(true) {
-        let entries = of_kinds(
-            &source,
-            |t| !is_weight(t),
-            |t| format!("{}.{}", t.name, t.kind),
-        );
+        let entries = of_optimizer(&source);
         if entries.is_empty() {
             return Err(Failure::new(
                 ErrorCode::Resume,
@@ -195,7 +206,44 @@ fn of_kinds(
         .collect()
 }
 
-/// Writes the tensors in f32 to one safetensors file, or to several if it would exceed `max_shard_bytes`. Returns the
+/// States of an optimizer of bitsandbytes: the kind here, the name there.
+const STATES: [(&str, &str); 4] = [
+    ("exp_avg", "state1"),
+    ("exp_avg_absmax", "absmax1"),
+    ("exp_avg_sq", "state2"),
+    ("exp_avg_sq_absmax", "absmax2"),
+];
+
+/// Lists the optimizer's states. With moments of 8 bits they have the names of bitsandbytes, and each parameter with
+/// codes has the maps of both.
+fn of_optimizer(checkpoint: &Checkpoint) -> Vec<Entry<'_>> {
+    let coded = |tensor: &LogicalTensor| tensor.dtype == DType::U8;
+    let eight_bit = checkpoint.tensors().iter().any(coded);
+    let name = |tensor: &LogicalTensor| {
+        let theirs = STATES.iter().find(|(kind, _)| *kind == tensor.kind);
+        let kind = match theirs {
+            Some((_, name)) if eight_bit => name,
+            _ => tensor.kind.as_str(),
+        };
+        format!("{}.{kind}", tensor.name)
+    };
+    let mut entries = of_kinds(checkpoint, |tensor| !is_weight(tensor), name);
+    let codes = checkpoint.tensors().iter().filter(|tensor| coded(tensor));
+    entries.extend(codes.map(|tensor| {
+        let (map, values) = match tensor.kind.as_str() {
+            "exp_avg" => ("qmap1", &SIGNED),
+            _ => ("qmap2", &UNSIGNED),
+        };
+        Entry {
+            name: format!("{}.{map}", tensor.name),
+            shape: vec![values.len()],
+            from: From::Map(values),
+        }
+    }));
+    entries
+}
+
+/// Writes the tensors in f32, and codes as they are, to one safetensors file, or to several if it would exceed `max_shard_bytes`. Returns the
 /// bytes written.
 fn write_file(
     directory: &Path,
@@ -211,7 +259,7 @@ fn write_file(
         .iter()
         .map(|entry| TensorSpec {
             name: entry.name.clone(),
-            dtype: DType::F32,
+            dtype: entry.dtype(),
             shape: entry.shape.clone(),
         })
         .collect();
@@ -228,6 +276,7 @@ fn write_file(
                     .map_err(|e| failures::weights(&e))?;
                 Ok(wide)
             }
+            From::Map(values) => Ok(bytes_of(&values[range], DType::F32)),
             From::State(stored) => {
                 let mut raw = vec![0; range.len() * stored.dtype.size_bytes()];
                 let range = range.start as u64..range.end as u64;
@@ -242,8 +291,8 @@ fn write_file(
     Ok(finished.iter().map(|(_, digest)| digest.bytes).sum())
 }
 
-/// Converts the little-endian values `raw` of type `dtype` to little-endian f32. `None` if the type is not f32, bf16
-/// or f16.
+/// Converts the little-endian values `raw` of type `dtype` to little-endian f32; codes stay as they are. `None` if the
+/// type is not f32, bf16, f16 or u8.
 fn widened(raw: Vec<u8>, dtype: DType) -> Option<Vec<u8>> {
     let halves = |wide: fn([u8; 2]) -> f32| -> Vec<u8> {
         let halves = raw.chunks_exact(2);
@@ -252,7 +301,7 @@ fn widened(raw: Vec<u8>, dtype: DType) -> Option<Vec<u8>> {
             .collect()
     };
     match dtype {
-        DType::F32 => Some(raw),
+        DType::F32 | DType::U8 => Some(raw),
         DType::BF16 => Some(halves(|b| bf16::from_le_bytes(b).to_f32())),
         DType::F16 => Some(halves(|b| f16::from_le_bytes(b).to_f32())),
         _ => None,

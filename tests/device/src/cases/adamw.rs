@@ -13,14 +13,14 @@ use crate::machine::{Buffer, Machine};
 use crate::numbers::{bytes, first_difference, values, widened};
 use crate::random::Operands;
 
-const GRAD_DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
-const SEED: u64 = 77;
-const LR: f32 = 1e-2;
-const WEIGHT_DECAY: f32 = 0.1;
+pub(super) const GRAD_DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+pub(super) const SEED: u64 = 77;
+pub(super) const LR: f32 = 1e-2;
+pub(super) const WEIGHT_DECAY: f32 = 0.1;
 /// Elements after a window, which must not change.
 const MARGIN: usize = 9;
 /// Step numbers. The last one exceeds 32 bits, so the counter of the rounding stream has a high word.
-const STEPS: [u64; 3] = [1, 2, (1 << 33) + 5];
+pub(super) const STEPS: [u64; 3] = [1, 2, (1 << 33) + 5];
 
 /// Elements whose first moment is the largest bf16 number. A gradient of the largest f32 number moves it further, and
 /// rounding must not reach infinity.
@@ -57,7 +57,8 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         Effort::Gpu => place(5_000_003, [3, 3], (1 << 33) + 1),
     });
     let mut cases = Vec::new();
-    for form in Form::ALL {
+    let elementwise = |form: &Form| form.elementwise() == *form;
+    for form in Form::ALL.into_iter().filter(elementwise) {
         for grad in GRAD_DTYPES {
             for &place in &places {
                 let Span { n, shifts, .. } = place;
@@ -73,7 +74,18 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         let name = format!("adamw {form:?}, a skipped step");
         cases.push(Case::new(name, move |machine| check_skip(machine, form)));
     }
+    cases.extend(super::adamw_blocks::cases(effort));
     cases
+}
+
+/// Weights of `form` with values beyond the reach of a rounding carry, and values that never become finite again.
+pub(super) fn special_weights(form: Form, len: usize) -> Vec<f32> {
+    let mut weight = widened(form.weight(), &Operands::new(5).normal("weight", len, 1.0));
+    let special = [f32::MAX, f32::MIN, f32::INFINITY, f32::NAN, -0.0, 1e-40];
+    for (weight, special) in weight.iter_mut().skip(9).step_by(5).zip(special) {
+        *weight = special;
+    }
+    widened(form.weight(), &weight)
 }
 
 /// Weights and state on the CPU, with the elements around the window.
@@ -94,12 +106,6 @@ impl Model {
         };
         let squares = draw("exp_avg_sq", DType::F32, 0.1);
         let squares: Vec<f32> = squares.iter().map(|x| x * x).collect();
-        let mut weight = draw("weight", form.weight(), 1.0);
-        // Values beyond the reach of a rounding carry, and values that never become finite again.
-        let special = [f32::MAX, f32::MIN, f32::INFINITY, f32::NAN, -0.0, 1e-40];
-        for (weight, special) in weight.iter_mut().skip(9).step_by(5).zip(special) {
-            *weight = special;
-        }
         let mut exp_avg = draw("exp_avg", form.moment_dtype(), 0.1);
         exp_avg
             .iter_mut()
@@ -110,7 +116,7 @@ impl Model {
             form,
             place,
             kept: [
-                widened(form.weight(), &weight),
+                special_weights(form, len),
                 exp_avg,
                 widened(form.moment_dtype(), &squares),
             ],
@@ -150,7 +156,7 @@ impl Model {
                 master: weight,
                 weight: &mut copy_f16,
             },
-            Form::Bf16 | Form::PureBf16 => WeightChunk::PureBf16(&mut weight16),
+            _ => WeightChunk::PureBf16(&mut weight16),
         };
         let state = match self.form {
             Form::PureBf16 => vec![StateChunk::Bf16(&mut m16), StateChunk::Bf16(&mut v16)],
@@ -224,6 +230,7 @@ impl Uploaded {
                 .map_or(Address::NULL, |(dtype, buffer)| at(buffer, dtype, shift)),
             exp_avg: at(self.kept[1], moment_dtype, shift),
             exp_avg_sq: at(self.kept[2], moment_dtype, shift),
+            absmax: [Address::NULL; 2],
             n: model.place.n as u64,
             first_element: model.place.first_element,
         }
@@ -253,7 +260,7 @@ impl Uploaded {
 }
 
 /// Gradients with zeros, with subnormal or infinite squares, and with infinity.
-fn gradient(dtype: DType, step: u64, len: usize) -> Vec<f32> {
+pub(super) fn gradient(dtype: DType, step: u64, len: usize) -> Vec<f32> {
     let mut grad = Operands::new(100 + step).normal("gradient", len, 0.2);
     let special = [0.0, 1e-22, -1e-30, 3e19, 1e38, f32::INFINITY];
     for (grad, special) in grad.iter_mut().skip(20).step_by(7).zip(special) {
@@ -308,7 +315,7 @@ fn check_skip(machine: &mut dyn Machine, form: Form) -> Result<()> {
     device.compare(machine, &model, "skipped")
 }
 
-fn clip(factor: f32, skip: u32) -> Clip {
+pub(super) fn clip(factor: f32, skip: u32) -> Clip {
     Clip {
         norm: 1.0,
         loss: 1.0,

@@ -7,6 +7,7 @@ use crate::machine::Machine;
 
 pub mod accumulate;
 pub mod adamw;
+mod adamw_blocks;
 pub mod attention;
 pub mod cast;
 pub mod grad_norm;
@@ -25,6 +26,7 @@ pub mod pointwise;
 pub mod primitives_check;
 mod product;
 pub mod rows;
+pub mod unpack;
 
 /// Size of the operands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,6 +78,7 @@ impl Case {
 pub fn of(family: Family, effort: Effort) -> Vec<Case> {
     match family {
         Family::Cast => cast::cases(effort),
+        Family::Unpack => unpack::cases(effort),
         Family::PrimitivesCheck => primitives_check::cases(effort),
         Family::AdamW => adamw::cases(effort),
         Family::Accumulate => accumulate::cases(effort),

@@ -47,6 +47,8 @@ fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample
 struct Also {
     library: Library,
     adapters: bool,
+    /// Whether the weights beside adapters are packed.
+    packed: bool,
     /// Whether layer inputs are recomputed.
     again: bool,
 }
@@ -54,6 +56,7 @@ struct Also {
 const PLAIN: Also = Also {
     library: Library::Absent,
     adapters: false,
+    packed: false,
     again: false,
 };
 
@@ -71,10 +74,15 @@ fn agree_with(
     let Also {
         library,
         adapters,
+        packed,
         again,
     } = also;
     let dir = pack(family);
-    let model = open_model(&dir, setup::options(precision, adapters))?;
+    let options = match packed {
+        true => setup::packed_options(precision),
+        false => setup::options(precision, adapters),
+    };
+    let model = open_model(&dir, options)?;
     let plan = setup::plan(&*model, precision, activation, weights, again)?;
     let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
     let text = setup::text_sample(&dir, TOKENS)?;
@@ -208,6 +216,20 @@ fn same(planned: &PoolStats, measured: &PoolStats) {
         "{planned:?} {measured:?}"
     );
     assert_eq!(planned, measured);
+}
+
+/// Packed weights rest packed, and one unit at a time is unpacked.
+#[test]
+fn packed_weights_take_the_planned_memory() -> Result<()> {
+    let also = Also {
+        packed: true,
+        ..PLAIN
+    };
+    for weights in [Weights::Prefetched, Weights::Kept] {
+        let (precision, tier) = (Precision::Bf16, Tier::Device);
+        agree_with("glm-4.1v-9b-thinking", precision, tier, weights, also)?;
+    }
+    Ok(())
 }
 
 #[test]

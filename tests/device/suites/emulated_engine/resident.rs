@@ -34,6 +34,8 @@ struct Numbers {
     precision: Precision,
     grad_dtype: Option<GradDtype>,
     pure: PureBf16,
+    /// Whether moments have 8 bits.
+    eight_bit: bool,
 }
 
 const PLAIN: Numbers = Numbers {
@@ -44,6 +46,7 @@ const PLAIN: Numbers = Numbers {
         weights: Bf16Storage::Stochastic,
         moments: MomentDtype::Bf16,
     },
+    eight_bit: false,
 };
 
 /// Results of a run.
@@ -66,6 +69,7 @@ impl Numbers {
     fn rule(self) -> AdamW {
         AdamW {
             pure_bf16: self.pure,
+            eight_bit: self.eight_bit,
             ..AdamW::default()
         }
     }
@@ -78,6 +82,7 @@ impl Numbers {
             offload,
             max_grad_norm: Some(1.0),
             sub_group_elems: SUB_GROUP_ELEMS,
+            states_in_blocks: self.eight_bit,
             ..ZeroConfig::default()
         };
         Ok(Arc::new(Plan::new(model.spec().clone(), config, 1)?))
@@ -246,6 +251,29 @@ fn states_on_the_gpu_in_pure_bf16_with_f32_moments_have_the_bits_of_host_states(
         ..PLAIN
     };
     numbers.agrees(&[THERE])
+}
+
+/// Moments of 8 bits stay on the GPU, with weights there or in host memory.
+#[test]
+fn eight_bit_states_on_the_gpu_have_the_bits_of_host_states() -> Result<()> {
+    let eight_bit = Numbers {
+        eight_bit: true,
+        ..PLAIN
+    };
+    eight_bit.agrees(&[(Tier::Host, Tier::Device)])?;
+    for (precision, stage, grad_dtype) in [
+        (Precision::Fp16, Stage::Zero3, Some(GradDtype::Bf16)),
+        (Precision::PureBf16, Stage::Zero2, None),
+    ] {
+        let numbers = Numbers {
+            precision,
+            stage,
+            grad_dtype,
+            ..eight_bit
+        };
+        numbers.agrees(&[THERE])?;
+    }
+    Ok(())
 }
 
 /// An update rule without a GPU kernel steps in host memory, and its states are copied there and back.

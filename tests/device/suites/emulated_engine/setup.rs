@@ -11,10 +11,10 @@ use engine::{
     ModelSpec, Offload, OptimizerConfig, OptimizerInBackward, Plan, Precision, Stage, Tier, Tiers,
     UnitSpec, Zero, ZeroConfig,
 };
-use kernels::{Backend, DType, Pool};
+use kernels::{Backend, Codebook, DType, Packing, Pool};
 use models::data::EncodedSample;
 use models::lora::{LoraConfig, LoraTargets};
-use models::{ModelOptions, VisionLanguageModel, WeightSource};
+use models::{ModelOptions, PackedWeights, VisionLanguageModel, WeightSource};
 use optim::GroupOptions;
 
 pub const ARENA_BYTES: u64 = 256 << 20;
@@ -67,6 +67,17 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
         per_projection: false,
         modules_to_save: Vec::new(),
     });
+    options
+}
+
+/// The same with adapters, beside a language model packed in 4 bits.
+pub fn packed_options(precision: Precision) -> ModelOptions {
+    let mut options = options(precision, true);
+    (options.tune_vision, options.tune_llm) = (false, false);
+    options.packed = PackedWeights::Chosen {
+        packing: Packing::four_bit(Codebook::Nf4, true),
+        modules: None,
+    };
     options
 }
 

@@ -69,6 +69,8 @@ pub struct How {
     pub text_pass: Option<usize>,
     /// Whether only adapters are trainable.
     pub adapters: bool,
+    /// Whether adapters train beside packed weights.
+    pub packed: bool,
     pub library: Library,
     /// Whether each segment's recompute is compared with its first run, for which the host waits.
     pub check: bool,
@@ -91,6 +93,7 @@ impl How {
             again: false,
             text_pass: None,
             adapters: false,
+            packed: false,
             library: Library::Absent,
             check: true,
             graphs: None,
@@ -109,7 +112,11 @@ pub fn train(
     how: How,
     backend: Arc<dyn Backend>,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
-    let model = open_model(dir, setup::options(how.precision, how.adapters))?;
+    let options = match how.packed {
+        true => setup::packed_options(how.precision),
+        false => setup::options(how.precision, how.adapters),
+    };
+    let model = open_model(dir, options)?;
     let plan = setup::plan_updating(
         &*model,
         how.precision,
@@ -194,6 +201,20 @@ fn agree_with_adapters(family: &str, precision: Precision) -> Result<()> {
     let mut how = How::new(precision);
     how.adapters = true;
     agree_how(family, how)?;
+    Ok(())
+}
+
+#[test]
+fn packed_weights_agree_with_the_cpu() -> Result<()> {
+    for (precision, weights) in [
+        (Precision::F32, Weights::Leased),
+        (Precision::Bf16, Weights::Prefetched),
+        (Precision::Bf16, Weights::Kept),
+    ] {
+        let mut how = How::new(precision);
+        (how.packed, how.weights) = (true, weights);
+        agree_how("glm-4.1v-9b-thinking", how)?;
+    }
     Ok(())
 }
 

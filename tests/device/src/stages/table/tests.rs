@@ -231,15 +231,21 @@ fn the_table_stays_within_its_time_budget() {
 }
 
 /// Rows without a PyTorch counterpart.
-const WITHOUT_PEER: [&str; 9] = [
+const WITHOUT_PEER: [&str; 15] = [
+    "adamw bf16 weights, 8-bit moments, bf16 gradient (10 B)",
     "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
     "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
     "adamw f32 master + f16 copy, f16 gradient (28 B)",
+    "adamw f32 master + bf16 copy, 8-bit moments, bf16 gradient (16 B)",
+    "adamw f32 master + f16 copy, 8-bit moments, f16 gradient (16 B)",
+    "adamw f32, 8-bit moments, f32 gradient (16 B)",
     "clip factor of 8 ranks",
     "sums of gradients in bf16, rounded stochastically",
     "three adapted products of one x bf16 8192x4096x4096 rank",
     "three of two adapted layers of one x bf16 8192x4096x4096 rank",
     "two adapted layers bf16 8192x4096x4096 rank",
+    "unpack int8 to bf16",
+    "unpack nf4, double to bf16",
     "zeros put",
 ];
 

@@ -1,11 +1,11 @@
-//! Rows of an update: casts, sums and norms of gradients, steps of `AdamW`.
+//! Rows of an update: casts, unpacked weights, sums and norms of gradients, steps of `AdamW`.
 
 use anyhow::{Context, Result};
-use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::adamw::{self, Form};
 use kernels::cuda::ops::grad_norm::{self, Clip, SquareSums};
-use kernels::cuda::ops::{accumulate, cast};
+use kernels::cuda::ops::{accumulate, cast, unpack};
+use kernels::{Codebook, DType, Packing, Shape};
 use optim::AdamW;
 
 use super::{Amount, Prepared, Rows, Targets};
@@ -16,6 +16,13 @@ pub(super) fn add(rows: &mut Rows) {
     for (from, to) in [(f32, bf16), (bf16, f32), (f32, f16)] {
         let name = format!("cast {from} to {to}, 256 Mi");
         rows.add(name, Targets::COPY, move |on| cast_row(on, from, to));
+    }
+    for (packing, to) in [
+        (Packing::four_bit(Codebook::Nf4, true), bf16),
+        (Packing::Int8, bf16),
+    ] {
+        let name = format!("unpack {packing} to {to}, 256 Mi");
+        rows.add(name, Targets::COPY, move |on| unpack_row(on, packing, to));
     }
     // PyTorch has no copy of master weights, and no update of 16-bit weights with f32 moments.
     let forms = [
@@ -49,6 +56,31 @@ pub(super) fn add(rows: &mut Rows) {
             bf16,
             Targets::COPY_AND_TORCH,
         ),
+        // Two searches an element.
+        (
+            "adamw f32, 8-bit moments, f32 gradient (16 B)",
+            Form::F32Blocks,
+            f32,
+            Targets::computed(16, 350),
+        ),
+        (
+            "adamw f32 master + bf16 copy, 8-bit moments, bf16 gradient (16 B)",
+            Form::MasterBf16Blocks,
+            bf16,
+            Targets::computed(16, 350),
+        ),
+        (
+            "adamw f32 master + f16 copy, 8-bit moments, f16 gradient (16 B)",
+            Form::MasterF16Blocks,
+            f16,
+            Targets::computed(16, 350),
+        ),
+        (
+            "adamw bf16 weights, 8-bit moments, bf16 gradient (10 B)",
+            Form::Bf16Blocks,
+            bf16,
+            Targets::computed(10, 510),
+        ),
     ];
     for (name, form, grad, targets) in forms {
         rows.add(name, targets, move |on| adamw_row(on, form, grad));
@@ -75,6 +107,18 @@ fn cast_row(on: &mut Operands<'_>, from: DType, to: DType) -> Result<Prepared> {
     Ok((Amount::Bytes(bytes), vec![vec![launch]]))
 }
 
+fn unpack_row(on: &mut Operands<'_>, packing: Packing, to: DType) -> Result<Prepared> {
+    let columns = 1 << 12;
+    let n = (on.scale.params as usize).next_multiple_of(columns);
+    let shape = Shape::new(&[n / columns, columns]);
+    // Zero is a valid code and a valid magnitude.
+    let x = on.zeros(packing.bytes(shape))?;
+    let y = on.output(n * to.size_bytes())?;
+    let launch = unpack::launch(packing, x, shape, to, y).context("a float")?;
+    let bytes = (packing.bytes(shape) + n * to.size_bytes()) as f64;
+    Ok((Amount::Bytes(bytes), vec![vec![launch]]))
+}
+
 fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Prepared> {
     let n = on.scale.params as usize;
     let grad = on.normal(grad_dtype, n, 1e-3)?;
@@ -83,9 +127,20 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Pre
         Some(dtype) => on.output(n * dtype.size_bytes())?,
         None => Address::NULL,
     };
-    let exp_avg = on.normal(form.moment_dtype(), n, 1e-4)?;
-    // Zero is a valid second moment.
-    let exp_avg_sq = on.zeros(n * form.moment_dtype().size_bytes())?;
+    // Zero is a valid second moment, and a valid code.
+    let zeros = n * form.moment_dtype().size_bytes();
+    let exp_avg = match form.moment_dtype() {
+        DType::U8 => on.zeros(zeros)?,
+        dtype => on.normal(dtype, n, 1e-4)?,
+    };
+    let exp_avg_sq = on.zeros(zeros)?;
+    let absmax = match form.moment_dtype() {
+        DType::U8 => {
+            let bytes = 4 * n.div_ceil(Form::BLOCK_ELEMS);
+            [on.zeros(bytes)?, on.zeros(bytes)?]
+        }
+        _ => [Address::NULL; 2],
+    };
     let window = adamw::AdamWChunk {
         form,
         grad_dtype,
@@ -94,6 +149,7 @@ fn adamw_row(on: &mut Operands<'_>, form: Form, grad_dtype: DType) -> Result<Pre
         copy,
         exp_avg,
         exp_avg_sq,
+        absmax,
         n: n as u64,
         first_element: 0,
     };
