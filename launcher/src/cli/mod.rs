@@ -34,7 +34,7 @@ use crate::config::{
     GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload, OptimizerInBackward,
     OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights,
     QuantizeFormat, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
-    TemplateChoice, VerifyGpu, Workers,
+    TemplateChoice, VerifyGpu, Workers, ZeroChoice,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -198,11 +198,11 @@ pub struct Args {
     #[arg(long = "longest-first", num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
     pub worst_first: Option<bool>,
 
-    /// ZeRO stage: 0 to 3
+    /// ZeRO stage: 0 to 3, or auto
     ///
-    /// 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
-    #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Memory and ranks")]
-    pub zero: Option<u8>,
+    /// 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters. auto takes 2 if its plan fits, else 3; both give the same bits. It is the default with adapters, except for the demo.
+    #[arg(long, value_name = "STAGE", help_heading = "Memory and ranks")]
+    pub zero: Option<ZeroChoice>,
     /// DeepSpeed configuration file
     ///
     /// Every key is honored, refused, or reported as having no effect.

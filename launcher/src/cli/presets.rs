@@ -346,6 +346,7 @@ const INSTEAD: [(&str, &str); 4] = [
 mod tests {
     use super::*;
     use crate::cli::tests::parse_line;
+    use crate::config::ZeroChoice;
 
     #[test]
     fn every_preset_parses_and_flags_override_it() {
@@ -355,7 +356,10 @@ mod tests {
         }
         let (args, _) =
             parse_line("--preset cogvlm-captcha --zero 3 --lora_rank=4").expect("parses");
-        assert_eq!((args.zero, args.lora_rank), (Some(3), Some(4)));
+        assert_eq!(
+            (args.zero, args.lora_rank),
+            (Some(ZeroChoice::Stage(3)), Some(4))
+        );
         assert_eq!(args.max_grad_norm, Some(0.1));
         let (args, _) = parse_line("--num_train_epochs 2 --preset cogvlm-captcha").expect("parses");
         assert_eq!((args.max_steps, args.num_train_epochs), (None, Some(2.0)));

@@ -23,6 +23,7 @@ mod quantize;
 mod run_plan;
 mod schedule;
 pub(crate) mod words;
+mod zero;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -52,6 +53,7 @@ pub use quantize::{MergeBase, Quantize, QuantizeFormat};
 pub(crate) use run_plan::Found;
 pub use run_plan::{CONFIG_FILE, RunPlan};
 pub use schedule::SchedulerKwargs;
+pub use zero::{ZeroAuto, ZeroChoice};
 
 /// Source of the model, its tokenizer and the samples: the built-in demo, or files of the user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -297,6 +299,9 @@ pub struct RunConfig {
     pub init: InitChoice,
     /// ZeRO stage, 0 to 3: which of optimizer states, gradients and parameters are sharded over the ranks.
     pub zero: u8,
+    /// State of `--zero auto`. `None`: the stage was requested.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zero_auto: Option<ZeroAuto>,
     /// Ranks per shard group; each group holds one copy of the sharded states. `None`: one group of all ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,

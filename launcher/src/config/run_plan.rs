@@ -1,6 +1,6 @@
 //! Resolved plan of a run: a [`RunConfig`] without `auto`, and the results of planning.
 
-use super::{Collectives, OptimizerInBackward, Origin, PrefetchWeights, RunConfig};
+use super::{Collectives, OptimizerInBackward, Origin, PrefetchWeights, RunConfig, ZeroAuto};
 use crate::error::{ErrorCode, Failure};
 use crate::lang::{Text, both, text};
 use serde::ser::{Error, SerializeMap};
@@ -97,6 +97,15 @@ impl RunPlan {
     ) -> Self {
         self.with_config(RunConfig {
             optimizer_in_backward,
+            ..self.config.clone()
+        })
+    }
+
+    /// Copy of this plan with the stage `zero` that `--zero auto` took because of `why`.
+    pub(crate) fn with_stage(&self, zero: u8, why: ZeroAuto) -> Self {
+        self.with_config(RunConfig {
+            zero,
+            zero_auto: Some(why),
             ..self.config.clone()
         })
     }

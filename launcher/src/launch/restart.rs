@@ -164,6 +164,8 @@ impl Attempts {
         let config = RunConfig {
             optimizer_in_backward: self.asked.optimizer_in_backward,
             prefetch_weights: self.asked.prefetch_weights,
+            zero: self.asked.zero,
+            zero_auto: self.asked.zero_auto,
             ..config
         };
         self.run = prepare(&RunPlan::draft(config, ipc_refused), screen)?;

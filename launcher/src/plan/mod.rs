@@ -15,6 +15,7 @@ pub(crate) mod rank_memory;
 pub(crate) mod resume;
 mod settle;
 pub(crate) mod spill_directories;
+mod stage;
 pub(crate) mod stages;
 pub(crate) mod suggestion;
 
@@ -26,4 +27,5 @@ pub(crate) use memory_plans::MemoryPlans;
 pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward_line};
 pub(crate) use prepare::{adapter_line, check_data, image_bytes, pixel_line, prepare};
 pub(crate) use settle::{Count, Counted, Settled, settle, settle_one_by_one};
+pub(crate) use stage::stage_line;
 pub use suggestion::Suggestions;

@@ -5,7 +5,7 @@ use super::origin::origin;
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
-    settle, spill_directories, stages, suggestion,
+    settle, spill_directories, stage_line, stages, suggestion,
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
@@ -174,6 +174,7 @@ fn show_plan(
         fit,
         spare,
         prefetch,
+        lower_stage,
     } = settled;
     show(Event::Plan(plan_event(run, plan, memory, fit)));
     let device = (run.device == Device::Cuda).then(|| device_line(run, memory, fit));
@@ -183,6 +184,7 @@ fn show_plan(
         text: formats_text(&formats),
     };
     let lines = [
+        stage_line(run, lower_stage.as_ref()),
         device,
         upload_line(plan, prefetch.as_ref()),
         Some(formats),

@@ -161,7 +161,7 @@ pub(crate) fn continued(mut config: RunConfig, args: &Args) -> RunConfig {
     if args.learning_rate.is_none() {
         config.optimizer.learning_rate = saved.optimizer.learning_rate;
     }
-    config
+    config.with_zero(args.zero)
 }
 
 /// The value of a flag that is given, else the saved one.

@@ -6,7 +6,7 @@
 use super::rank_memory::spilled_activations;
 use super::{Machine, MemoryCheck, Spare};
 use crate::config::{
-    BatchConfig, Device, Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan,
+    BatchConfig, Device, Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan, ZeroAuto,
 };
 use crate::error::Failure;
 use crate::lang::both;
@@ -45,13 +45,40 @@ pub(crate) struct Settled {
     pub(crate) spare: Option<Spare>,
     /// Memory check of a weight prefetch that did not fit.
     pub(crate) prefetch: Option<MemoryCheck>,
+    /// Memory check of the stage that `--zero auto` passed over because it did not fit.
+    pub(crate) lower_stage: Option<MemoryCheck>,
 }
+
+/// Stages of `--zero auto`. They give the same bits.
+const STAGES: [u8; 2] = [2, 3];
 
 /// Resolves what `draft` leaves open. `count` plans a draft and computes its memory.
 ///
 /// # Errors
 /// Those of `count`.
 pub(crate) fn settle(
+    draft: &RunPlan,
+    machine: &dyn Fn() -> Machine,
+    count: &mut Count<'_>,
+) -> Result<Settled, Failure> {
+    if draft.zero_auto != Some(ZeroAuto::Open) {
+        return settle_in_stage(draft, machine, count);
+    }
+    let [low, high] = STAGES;
+    let lowest = draft.with_stage(low, ZeroAuto::LowestFits);
+    let lowest = settle_in_stage(&lowest, machine, count)?;
+    if lowest.fit.fits() {
+        return Ok(lowest);
+    }
+    let highest = draft.with_stage(high, ZeroAuto::LowestExceeds);
+    Ok(Settled {
+        lower_stage: Some(lowest.fit),
+        ..settle_in_stage(&highest, machine, count)?
+    })
+}
+
+/// As [`settle`], in the stage of `draft`.
+fn settle_in_stage(
     draft: &RunPlan,
     machine: &dyn Fn() -> Machine,
     count: &mut Count<'_>,
@@ -123,6 +150,7 @@ pub(crate) fn settle(
         fit,
         spare,
         prefetch,
+        lower_stage: None,
     })
 }
 
@@ -197,8 +225,8 @@ fn bound(offered: u64, all: u64) -> OptimizerInBackward {
     OptimizerInBackward::Most(offered / unit * unit)
 }
 
-/// Configuration for ranks started one by one or on several machines. `auto` becomes `off`, since free memory differs
-/// between machines.
+/// Configuration for ranks started one by one or on several machines. `auto` becomes `off`, and `--zero auto` stage 3,
+/// since free memory differs between machines.
 ///
 /// # Errors
 /// A request that such ranks cannot decide equally or do together (exit 2).
@@ -233,6 +261,10 @@ pub(crate) fn settle_one_by_one(config: &RunConfig) -> Result<RunConfig, Failure
         },
         prefetch_weights: match config.prefetch_weights {
             PrefetchWeights::Auto => PrefetchWeights::Off,
+            asked => asked,
+        },
+        zero_auto: match config.zero_auto {
+            Some(ZeroAuto::Open) => Some(ZeroAuto::PlannedApart),
             asked => asked,
         },
         ..config.clone()

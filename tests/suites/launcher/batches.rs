@@ -72,8 +72,14 @@ fn recompute_groups_of_layers_do_not_change_the_bits() {
     let lora = "--lora-rank 2 --lora-dropout 0.5 --precision bf16";
     assert_eq!(
         train("adapters", lora),
-        train("again", &format!("{lora} --checkpoint-num-layers 2"))
+        train(
+            "again",
+            &format!("{lora} --zero 3 --checkpoint-num-layers 2")
+        )
     );
+    let config = read_json(&site.path("adapters/config.resolved.json"));
+    let stage = (config["zero"].as_u64(), config["zero_auto"].as_str());
+    assert_eq!(stage, (Some(2), Some("lowest-fits")));
     let screen = site.refuse(
         "--output x --checkpoint-activations none --checkpoint-num-layers 2",
         2,

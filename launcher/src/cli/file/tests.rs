@@ -3,6 +3,7 @@
 use super::*;
 use crate::cli::trainers::{Effect, Meaning};
 use crate::cli::{Args, Command, parse};
+use crate::config::ZeroChoice;
 
 /// Arguments of a line, with the flags of its files and the defaults of its trainer.
 fn read(line: &str) -> (Args, Loaded) {
@@ -120,7 +121,10 @@ fn a_line_of_ms_swift_is_read_with_its_defaults() {
         (args.lora_alpha, args.lora_dropout),
         (Some(32.0), Some(0.05))
     );
-    assert_eq!((args.global_batch, args.zero), (Some(16), Some(2)));
+    assert_eq!(
+        (args.global_batch, args.zero),
+        (Some(16), Some(ZeroChoice::Stage(2)))
+    );
     assert_eq!(args.precision, Some(crate::config::PrecisionChoice::Fp16));
 }
 

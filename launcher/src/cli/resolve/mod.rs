@@ -15,7 +15,7 @@ use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
     Cadence, Device, DeviceChoice, Every, Length, LrScale, Offload, OptimizerConfig,
     OptimizerInBackward, PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu,
-    SampleRules, Source, Strategy, Task, Tier, Warmup,
+    SampleRules, Source, Strategy, Task, Tier, Warmup, ZeroChoice,
 };
 use engine::comm::MAX_RANKS;
 use models::data::{DATASET_INFO, data_parts, weight_of};
@@ -119,7 +119,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
             exif_rotation: args.exif_rotation.unwrap_or_default(),
         },
         init: args.init.unwrap_or(defaults.init),
-        zero: args.zero.unwrap_or(defaults::ZERO),
+        zero: defaults::ZERO,
+        zero_auto: None,
         shard_group: shard_group(args, world_size / mp_size)?,
         collectives: args.collectives.unwrap_or_default(),
         nvme_io: args.nvme_io.unwrap_or_default(),
@@ -187,7 +188,8 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         elastic: elastic(args)?,
         inject: args.inject.clone(),
         source,
-    };
+    }
+    .with_zero(args.zero);
     config.check_collectives()?;
     config.check_prefetch_weights()?;
     config.check_optimizer_in_forward()?;
@@ -220,7 +222,7 @@ fn shard_group(args: &Args, world_size: usize) -> Result<Option<usize>, Failure>
             "it must divide the number of ranks, which is {world_size}",
             "它必须整除 rank 数 {world_size}"
         )
-    } else if args.zero == Some(0) && ranks < world_size {
+    } else if args.zero == Some(ZeroChoice::Stage(0)) && ranks < world_size {
         both("nothing is sharded at --zero 0", "--zero 0 时不做任何分片").into()
     } else {
         return Ok((ranks < world_size).then_some(ranks));
@@ -862,7 +864,7 @@ impl RunConfig {
         }
         flags.push(("output", self.output.display().to_string()));
         flags.push(("init", value_name(self.init)));
-        flags.push(("zero", self.zero.to_string()));
+        flags.push(("zero", self.zero_choice().to_string()));
         flags.extend(
             self.shard_group
                 .map(|ranks| ("shard-group", ranks.to_string())),

@@ -2,7 +2,7 @@
 
 use crate::cli::resolve::*;
 use crate::cli::{Command, parse};
-use crate::config::{CONFIG_FILE, InitChoice, RunPlan, Scheduler};
+use crate::config::{CONFIG_FILE, InitChoice, RunPlan, Scheduler, ZeroAuto};
 use proptest::prelude::*;
 use std::time::Duration;
 
@@ -272,6 +272,39 @@ fn models_are_saved_every_500_steps_and_two_checkpoints_are_kept() {
 }
 
 #[test]
+fn adapters_leave_the_stage_open_unless_it_is_asked_for() {
+    let of = |line: &str| {
+        let config = config(line);
+        (config.zero, config.zero_auto)
+    };
+    let open = Some(ZeroAuto::Open);
+    let model = |flags: &str| of(&format!("--model m --data d {flags}"));
+    assert_eq!(model(""), (3, None));
+    assert_eq!(model("--zero auto"), (3, open));
+    assert_eq!(model("--use-lora"), (3, open));
+    assert_eq!(model("--lora-rank 8 --quantize nf4"), (3, open));
+    assert_eq!(model("--use-lora --zero 1"), (1, None));
+    assert_eq!(model("--preset minicpm-lora"), (2, None));
+    assert_eq!(of("--use-lora"), (3, None));
+    let by_forward = "--use-lora --optimizer-in-forward on --offload cpu";
+    let needs = Some(ZeroAuto::OptimizerInForward);
+    assert_eq!(model(by_forward), (3, needs));
+    for (line, flag) in [("--zero auto", "auto"), ("--zero 2", "2")] {
+        let flags = config(&format!("--model m --data d {line}")).to_flags();
+        assert!(flags.contains(&("zero", flag.to_owned())), "{line}");
+    }
+    let chosen = RunConfig {
+        zero: 2,
+        zero_auto: Some(ZeroAuto::LowestFits),
+        ..config("--model m --data d --use-lora")
+    };
+    // A resumed run chooses again.
+    assert!(chosen.to_flags().contains(&("zero", "auto".to_owned())));
+    let failure = try_config("--model m --data d --zero 4").expect_err("out of range");
+    assert!(failure.to_string().contains("0 to 3"), "{failure}");
+}
+
+#[test]
 fn booleans_of_other_trainers_resume_the_latest_checkpoint() {
     let of = |word: &str| config(&format!("--output o --resume_from_checkpoint {word}")).resume;
     assert_eq!(of("True"), Resume::Latest);
@@ -340,10 +373,10 @@ fn pipeline_stages_divide_the_ranks_and_sats_variables_set_them() {
 
 #[test]
 fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
-    let groups = |nproc, zero, ranks| {
+    let groups = |nproc, zero: u8, ranks| {
         let args = Args {
             nproc: Some(nproc),
-            zero: Some(zero),
+            zero: Some(ZeroChoice::Stage(zero)),
             shard_group: Some(ranks),
             ..Args::default()
         };

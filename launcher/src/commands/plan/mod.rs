@@ -26,7 +26,7 @@ use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
     DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line, backward_share, forward_line,
-    pixel_line, resume, stages,
+    pixel_line, resume, stage_line, stages,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -232,6 +232,7 @@ fn as_json(
         "parameters_trainable": trainable,
         "ranks": config.world_size,
         "stage": config.zero,
+        "zero_auto": config.zero_auto,
         "precision": planned.plan.config().precision.name(),
         "offload": config.offload.to_string(),
         "micro_batch": config.batch.micro_batch,
@@ -290,6 +291,7 @@ fn as_text(
         memory,
         fit,
         spare,
+        lower_stage,
         ..
     } = planned;
     let mut text = String::new();
@@ -326,7 +328,11 @@ fn as_text(
     }
     // The event's last line is the verdict of training. This subcommand prints its own.
     text += &shown(&Event::Plan(event), 2);
-    if let Some(line) = upload_line(plan, None) {
+    let first = [
+        stage_line(config, lower_stage.as_ref()),
+        upload_line(plan, None),
+    ];
+    for line in first.into_iter().flatten() {
         text += &shown(&line, usize::MAX);
     }
     let model = shapes(config)?.0;

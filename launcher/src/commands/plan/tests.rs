@@ -3,14 +3,18 @@
 use super::planner::{Planner, made_up_sample};
 use super::{configuration, named_model, propose};
 use crate::cli::{self, Command, resolve};
-use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan};
+use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan, ZeroAuto};
 use crate::device::Nvidia;
 use crate::lang::{Lang, columns};
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
-use crate::plan::{DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, window_region};
+use crate::plan::{
+    DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, settle_one_by_one, stage_line,
+    window_region,
+};
 use crate::rank_env::Env;
+use crate::ui::Event;
 use crate::units::bytes;
 use models::SampleInput;
 use models::generate::Prompt;
@@ -387,6 +391,55 @@ fn planned_by(directory: &Path, flags: &str) -> Settled {
     let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
     let planner = Planner::new(&config, &args, false).expect("a planner");
     planner.plan(&config).expect("a plan")
+}
+
+#[test]
+fn auto_takes_the_lowest_of_the_stages_with_equal_bits_that_fits() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let adapters = "--use-lora --prefetch-weights off";
+    let on = |device: u64, flags: &str| {
+        planned_on(directory.path(), device, &format!("{adapters} {flags}"))
+    };
+    let needs = |stage: u8| on(UNBOUNDED, &format!("--zero {stage}")).fit.need.device;
+    let (two, three) = (needs(2), needs(3));
+    assert!(three < two, "{three} {two}");
+    let chosen = |device: u64| {
+        let planned = on(device, "");
+        let line = stage_line(&planned.run, planned.lower_stage.as_ref());
+        let Some(Event::Info { text, .. }) = line else {
+            panic!("a line about the stage")
+        };
+        let fits = planned.fit.fits();
+        (
+            planned.run.zero,
+            planned.run.zero_auto,
+            fits,
+            text.to_string(),
+        )
+    };
+    let (stage, why, fits, line) = chosen(two);
+    assert_eq!((stage, why, fits), (2, Some(ZeroAuto::LowestFits), true));
+    assert!(line.contains("stage 2 · the lowest"), "{line}");
+    let (stage, why, fits, line) = chosen(two - 1);
+    assert_eq!((stage, why, fits), (3, Some(ZeroAuto::LowestExceeds), true));
+    assert!(line.contains("stage 3 · stage 2 needs"), "{line}");
+    let (stage, _, fits, _) = chosen(three - 1);
+    assert_eq!((stage, fits), (3, false));
+    let asked = on(UNBOUNDED, "--zero 2");
+    assert!(stage_line(&asked.run, None).is_none());
+}
+
+#[test]
+fn ranks_that_plan_one_by_one_take_the_stage_that_fits_most() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let config = config(directory.path(), "--use-lora");
+    let apart = settle_one_by_one(&config).expect("possible");
+    assert_eq!(
+        (apart.zero, apart.zero_auto),
+        (3, Some(ZeroAuto::PlannedApart))
+    );
 }
 
 #[test]

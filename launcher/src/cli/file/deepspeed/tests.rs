@@ -162,6 +162,17 @@ fn contradictions_are_listed_together_and_auto_contradicts_nothing() {
 }
 
 #[test]
+fn an_open_stage_is_that_of_the_line_or_auto() {
+    let text = "{\"zero_optimization\": {\"stage\": \"auto\", \"offload_param\": {\"device\": \"cpu\"}}, \"bf16\": {\"enabled\": \"auto\"}}";
+    let loaded = with(text, "").expect("valid");
+    assert!(loaded.words.contains(&"--zero=auto".to_owned()));
+    assert!(loaded.warnings.is_empty(), "{:?}", loaded.warnings);
+    assert!(!words(text, "--zero=1").contains("--zero=auto"));
+    // DeepSpeed offloads parameters from stage 3 on.
+    assert!(!with(text, "--zero=1").expect("valid").warnings.is_empty());
+}
+
+#[test]
 fn precision_follows_the_switches_of_the_file() {
     let of = |sections: &str, line: &str| {
         words(

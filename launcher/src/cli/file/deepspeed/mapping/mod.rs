@@ -3,7 +3,7 @@
 use crate::cli::file::given::{Given, Word};
 use crate::cli::file::report::{Choice, Outcome, Problem, Report};
 use crate::cli::file::value::Value;
-use crate::config::Tier;
+use crate::config::{Tier, ZeroChoice};
 use crate::lang::{Both, Text, both, text};
 use std::path::{Path, PathBuf};
 
@@ -190,9 +190,15 @@ impl<'a> Mapper<'a> {
                 0
             }
             None => {
-                self.implied("zero", "0");
-                let given = self.given.parsed("zero");
-                given.unwrap_or(0)
+                let default = match self.is_auto(path) {
+                    true => ZeroChoice::Auto,
+                    false => ZeroChoice::Stage(0),
+                };
+                self.implied("zero", &default.to_string());
+                match self.given.parsed("zero").unwrap_or(default) {
+                    ZeroChoice::Auto => 3,
+                    ZeroChoice::Stage(stage) => u64::from(stage),
+                }
             }
         }
     }
