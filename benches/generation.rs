@@ -33,6 +33,7 @@ fn model(dtype: DType) -> MiniCpm {
         vocab_size: VOCABULARY as usize,
         rms_norm_eps: 1e-6,
         rope_theta: 1e6,
+        long_rope: None,
         tie_word_embeddings: false,
         initializer_range: 0.02,
     };

@@ -138,7 +138,7 @@ class Glm:
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
         if int(PIL.__version__.split(".")[0]) >= 13:
-            print("note: Pillow 13 resizes in another order; pixels agree with `pip install 'pillow<13'`", file=sys.stderr)
+            print("note: Pillow 13 resizes in another order; install pillow<13 for equal pixels", file=sys.stderr)
         self.torch, self.device = torch, device
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.images = AutoImageProcessor.from_pretrained(directory, use_fast=False)

@@ -3,17 +3,29 @@
 # archive), this repository and a driver. docs/gpus.md describes its use, docs/gpu-kernels.md the stages.
 # Logs and tables go to OUT. With --work WORK they go to WORK, and OUT receives the summary, the tables and one archive of
 # all, renewed after each stage. After a failing stage the others still run. Exits with 0 when every stage passed.
-# usage: scripts/gpu-check.sh BIN [OUT] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS] [--device cuda|cpu] [--arch native]
+# usage: scripts/gpu-check.sh BIN [OUT] [--call 1|2|3|all] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS]
+#        [--device cuda|cpu] [--arch native]
+# The stages are divided into three calls of at most 480 s, each useful alone; all is the default. The first call shows whether
+# the GPU works and how fast it is, the second checks and times every kernel, the third trains. --list prints calls, stages
+# and limits.
 # Kernels run as sm_80 code, as on A100 and RTX 30, whatever the GPU. --arch native compiles them for the present GPU; the
 # stage `native` does so for every kernel against its reference.
-# The stage `headline` (published sizes under caps of device memory) runs only if --stages names it. It judges with figures of
+# The stages `headline` (published sizes under caps of device memory) and `parity` (this machine's CPU) run only if --stages
+# names them. It judges with figures of
 # `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
 # cases of scripts/headline.json. --device cpu runs `train` and `headline` without a GPU; the other stages need one.
 set -uo pipefail
 
-stages=probe,doctor,ceilings,copies,ipc,nccl,calibration,conformance,backend,graphs,table,products,train,own,ranks,native,parity,offload
+calls=(
+  "warm-up:80 probe:60 doctor:20 ipc:30 graphs:30 backend:60 start:40 ceilings:40 copies:50 offload:60"
+  "warm-up:60 ceilings:30 calibration:60 conformance:80 native:70 table:70 products:60 own:50"
+  "warm-up:60 verify:40 train:240 ranks:60 nccl:30 generate:25 quantized:25"
+)
+call_seconds=480
+call=all
+stages=
 arch=sm_80
-budget=590
+budget=
 device=cuda
 cases=
 work=
@@ -21,6 +33,12 @@ one=
 positional=()
 while [ $# -gt 0 ]; do
   case $1 in
+    --call) call=${2:?--call needs 1, 2, 3 or all}; shift 2 ;;
+    --list)
+      for number in 1 2 3; do
+        for stage in ${calls[number - 1]}; do echo "$number ${stage%:*} ${stage#*:}"; done
+      done
+      exit ;;
     --stages) stages=${2:?--stages needs a list}; shift 2 ;;
     --arch) arch=${2:?--arch needs sm_80 or native}; shift 2 ;;
     --work) work=${2:?--work needs a directory}; shift 2 ;;
@@ -33,6 +51,21 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ "${#positional[@]}" -ge 1 ] || { echo "usage: $0 BIN [OUT] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS]" >&2; exit 2; }
+case $call in
+  1 | 2 | 3) chosen=${calls[call - 1]} ;;
+  all) chosen=${calls[*]} ;;
+  *) echo "--call needs 1, 2, 3 or all, not $call" >&2; exit 2 ;;
+esac
+named=yes
+# A stage of several calls runs once.
+if [ -z "$stages" ]; then
+  named=no
+  for stage in $chosen; do
+    case ",$stages," in *",${stage%:*},"*) ;; *) stages=${stages:+$stages,}${stage%:*} ;; esac
+  done
+  if [ "$call" = all ]; then budget=${budget:-$((3 * call_seconds))}; fi
+fi
+budget=${budget:-$([ "$named" = yes ] && echo 590 || echo "$call_seconds")}
 bin=$(realpath "${positional[0]}")
 delivered=$(realpath -m "${positional[1]:-gpu-check-results}")
 out=$(realpath -m "${work:-$delivered}")
@@ -45,19 +78,17 @@ if [ -f "$bin" ]; then
   bin=$out/bin
 fi
 
-# Most seconds of a stage. If less of the budget is left, that is the limit.
+# Most seconds of a stage. If less of the budget is left, that is the limit. A stage that --stages names may take longer than in
+# a call, since others do not wait for it.
 limit_of() {
-  case $1 in
-    probe) echo 100 ;;
-    doctor) echo 30 ;;
-    ceilings | copies | graphs) echo 60 ;;
-    ipc) echo 40 ;;
-    nccl) echo 60 ;;
-    calibration) echo 90 ;;
-    train) echo 300 ;;
-    headline) echo "$budget" ;;
-    *) echo 180 ;;
-  esac
+  local stage
+  if [ "$named" = yes ]; then
+    case $1 in headline) echo "$budget" ;; train) echo 300 ;; *) echo 180 ;; esac
+    return
+  fi
+  for stage in ${calls[*]}; do
+    if [ "${stage%:*}" = "$1" ]; then echo "${stage#*:}"; return; fi
+  done
 }
 
 # Runs `launcher doctor` as a user does. It must name the GPU and its driver.
@@ -84,6 +115,65 @@ hidden() {
     return 1
   fi
   echo "| CUDA_VISIBLE_DEVICES= | exit 13, E12 |" | tee -a "$out/doctor.md"
+}
+
+# Trains the demo for a few updates on the GPU and on the CPU, in f32: the first answer to whether training works at all.
+start() {
+  local where
+  for where in cpu "$device"; do
+    rm -rf "$out/start-$where"
+    "$bin/launcher" --device "$where" --nproc 1 --zero 3 --precision f32 --max-steps 4 --logging-steps 1 --eval-strategy no \
+      --save-strategy no --output "$out/start-$where" >"$out/start-$where.txt" 2>&1 || { tail -20 "$out/start-$where.txt"; return 1; }
+  done
+  python3 "$root/scripts/gpu_start.py" "$out" cpu "$device" >"$out/start.md" || { cat "$out/start.md"; return 1; }
+  cat "$out/start.md"
+}
+
+# Compares the operations and a training step of every family with the CPU, as a run does the first time it meets a GPU.
+verify() {
+  "$bin/launcher" doctor --verify-gpu >"$out/verify.txt" 2>&1
+  local code=$?
+  { echo "## launcher doctor --verify-gpu"; echo; echo '```'; cat "$out/verify.txt"; echo '```'; } >"$out/verify.md"
+  cat "$out/verify.txt"
+  return "$code"
+}
+
+# Answers a prompt with the demo's model on the GPU and on the CPU, both with the most likely tokens, in f32.
+generate() {
+  "$bin/launcher" generate --help | grep -q -- --device || { not_offered generate "generate --device"; return; }
+  rm -rf "$out/generate"
+  "$bin/launcher" --device cpu --nproc 1 --precision f32 --max-steps 2 --eval-strategy no --output "$out/generate" \
+    >"$out/generate.txt" 2>&1 || { tail -20 "$out/generate.txt"; return 1; }
+  local where
+  for where in cpu "$device"; do
+    "$bin/launcher" generate --model "$out/generate" --device "$where" --prompt "Which digits?" \
+      --max-new-tokens 16 >"$out/generate-$where.txt" 2>"$out/generate.txt" || { tail -20 "$out/generate.txt"; return 1; }
+  done
+  cmp "$out/generate-cpu.txt" "$out/generate-$device.txt" || return 1
+  { echo "## generation"; echo; echo "The answer of the GPU is the CPU's: $(head -1 "$out/generate-cpu.txt")"; } | tee "$out/generate.md"
+}
+
+# Trains adapters on weights of 4 bits on the GPU and on the CPU, in f32.
+quantized() {
+  local where
+  for where in cpu "$device"; do
+    rm -rf "$out/quantized-$where"
+    "$bin/launcher" --device "$where" --nproc 1 --precision f32 --quantize nf4 --lora-rank 8 --max-steps 4 --logging-steps 1 \
+      --eval-strategy no --save-strategy no --output "$out/quantized-$where" >"$out/quantized-$where.txt" 2>&1 && continue
+    if [ "$where" != cpu ] && grep -q -- '--quantize' "$out/quantized-$where.txt"; then
+      not_offered quantized "--quantize on GPUs"
+      return
+    fi
+    tail -20 "$out/quantized-$where.txt"
+    return 1
+  done
+  python3 "$root/scripts/gpu_start.py" "$out" cpu "$device" --runs quantized >"$out/quantized.md" || { cat "$out/quantized.md"; return 1; }
+  cat "$out/quantized.md"
+}
+
+# Says that this build lacks what a stage checks. The stage then checks nothing and does not fail.
+not_offered() {
+  echo "$1: NOT CHECKED, this build has no $2" | tee "$out/$1.md"
 }
 
 # Trains on the GPU: golden packs and the 200-step trajectory in every precision (f32 at the tolerances of the CPU, 16 bits
@@ -326,8 +416,7 @@ for stage in ${stages//,/ }; do
   echo "== $stage (at most $limit s)"
   begun=$SECONDS
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
-  if [ "$stage" = doctor ] || [ "$stage" = train ] || [ "$stage" = own ] || [ "$stage" = ranks ] || [ "$stage" = parity ] || [ "$stage" = offload ] ||
-    [ "$stage" = headline ]; then
+  if [ "$(type -t "$stage")" = function ]; then
     timeout --kill-after=5 "$limit" bash "$0" "$bin" "$delivered" --work "$out" --one-stage "$stage" --budget "$limit" \
       --device "$device" --arch "$arch" ${cases:+--cases "$cases"} 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}

@@ -150,7 +150,8 @@ class Packs(unittest.TestCase):
             config["auto_map"] = {"AutoModel": "modeling.Model"}
         (self.place / "model/config.json").write_text(json.dumps(config))
         (self.place / "cat.png").write_bytes(b"pixels")
-        samples = [{"enable_thinking": False, "image": "cat.png", "conversations": [{"role": "user", "content": "<image>What?"}, ANSWER]},
+        asked = [{"role": "user", "content": "<image>What?"}, ANSWER]
+        samples = [{"enable_thinking": False, "image": "cat.png", "conversations": asked},
                    {"conversations": [{"role": "user", "content": "Hello?"}, ANSWER, ANSWER]}]
         (self.place / "train.json").write_text(json.dumps(samples))
         words = [self.place / "model", self.place / "train.json", "--output", self.place / "pack", *more]

@@ -16,6 +16,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_headline as headline  # noqa: E402
 import gpu_overlap as overlap  # noqa: E402
+import gpu_start as start  # noqa: E402
 import gpu_train as train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -476,6 +477,26 @@ class Shared(unittest.TestCase):
         for case in cases:
             text = headline.row(case, {"name": case["name"]}, ["NOT RUN"]) + headline.remarks(case, {}, ["NOT RUN"])
             self.assertIn("FAILED", text)
+
+    def test_three_calls_have_the_time_of_their_stages(self):
+        listed = subprocess.run(["bash", ROOT / "scripts/gpu-check.sh", "--list"], capture_output=True, text=True, check=True)
+        stages = [line.split() for line in listed.stdout.splitlines()]
+        for call in "123":
+            own = [(stage, int(limit)) for number, stage, limit in stages if number == call]
+            self.assertEqual(own[0][0], "warm-up")
+            self.assertLessEqual(sum(limit for _, limit in own), 480, f"call {call}")
+        names = [stage for _, stage, _ in stages if stage not in ("warm-up", "ceilings")]
+        self.assertEqual(len(names), len(set(names)), "a stage of two calls")
+        text = (ROOT / "docs/gpu-kernels.md").read_text()
+        for name in {stage for _, stage, _ in stages}:
+            self.assertIn(f"`{name}`", text)
+
+    def test_losses_of_the_first_updates_are_compared(self):
+        self.assertEqual(start.differences([2.0, 1.0], [2.0, 1.00015])[1], [])
+        self.assertEqual(start.differences([2.0, 1.0], [2.0, 1.001])[1], ["update 2: loss 1.001 instead of 1.0"])
+        for bad in ([2.0], [2.0, float("nan")], []):
+            self.assertNotEqual(start.differences([2.0, 1.0], bad)[1], [])
+        self.assertNotEqual(start.differences([], [])[1], [])
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ impl Rank {
             vocab_size: VOCABULARY,
             rms_norm_eps: 1e-6,
             rope_theta: 1e4,
+            long_rope: None,
             tie_word_embeddings: false,
             initializer_range: 0.02,
         };

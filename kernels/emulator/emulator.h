@@ -78,7 +78,7 @@ void device_fence();
 u32 atomic_increment(u32* counter, Site site);
 u32 load_volatile(const u32* p, Site site);
 // Fails unless `p` is aligned to 16 bytes; the access itself is seen as a plain one.
-void check_vector(const void* p, Site site);
+void check_vector(const void* p, int bytes, Site site);
 
 // ---- exports
 

@@ -43,9 +43,9 @@ static void touch_global(u64 address, u64 size, Touch how, const char* what, Sit
   }
 }
 
-void check_vector(const void* p, Site site) {
+void check_vector(const void* p, int bytes, Site site) {
   current_fibre().site = site;
-  if ((u64)p % 16) fail(site, "a vector access to %#llx, which is not aligned to 16 bytes", (u64)p);
+  if ((u64)p % bytes) fail(site, "a vector access to %#llx, which is not aligned to %d bytes", (u64)p, bytes);
 }
 
 u32 atomic_increment(u32* counter, Site site) {

@@ -139,11 +139,19 @@ DEVICE u32 load_volatile(const u32* p, EMULATOR_SITE) { return emulator::load_vo
 // ---- memory
 
 DEVICE uint4 load_streaming(const uint4* p, EMULATOR_SITE) {
-  emulator::check_vector(p, {line, file});
+  emulator::check_vector(p, 16, {line, file});
+  return *p;
+}
+DEVICE uint2 load_streaming(const uint2* p, EMULATOR_SITE) {
+  emulator::check_vector(p, 8, {line, file});
   return *p;
 }
 DEVICE void store_streaming(uint4* p, uint4 v, EMULATOR_SITE) {
-  emulator::check_vector(p, {line, file});
+  emulator::check_vector(p, 16, {line, file});
+  *p = v;
+}
+DEVICE void store_streaming(uint2* p, uint2 v, EMULATOR_SITE) {
+  emulator::check_vector(p, 8, {line, file});
   *p = v;
 }
 DEVICE u32 shared_address(const void* p, EMULATOR_SITE) { return emulator::shared_address(p, {line, file}); }

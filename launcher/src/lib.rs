@@ -30,14 +30,9 @@ pub use plan::Suggestions;
 /// Entry point of the executable: runs what the command line and the environment ask for (a command, the
 /// supervisor or one rank) on this machine's GPUs or CPU. Returns the exit code of the process.
 pub fn run() -> std::process::ExitCode {
-    run_on(&device::Nvidia)
-}
-
-/// Like [`run`], but with `devices` in place of this machine's GPUs. For tests.
-pub fn run_on(devices: &'static dyn device::Devices) -> std::process::ExitCode {
     run_hooks(Hooks {
         prepare: plan::prepare,
         rank_main: train::rank_main,
-        devices,
+        devices: &device::Nvidia,
     })
 }

@@ -4,7 +4,7 @@
 //! called `base_model.model.<module>.lora_A.weight`, `…lora_B.weight`, and `base_model.model.<parameter>` for
 //! modules trained in full), or `trained.safetensors` (parameters under their own names), or both.
 
-use crate::lora::{LoraConfig, LoraTargets};
+use crate::lora::{LoraConfig, LoraTargets, scale};
 use crate::params::{ADAPTER_PREFIX, is_added};
 use crate::weights::{WeightError, WeightSource};
 use regex::Regex;
@@ -71,9 +71,11 @@ pub enum AdapterError {
 pub struct AdapterConfig {
     /// Rank of every adapter without an entry in `rank_pattern`: rows of its A, columns of its B.
     pub r: usize,
-    /// LoRA alpha of every adapter without an entry in `alpha_pattern`; the adapter's output is scaled by
-    /// alpha / rank.
+    /// LoRA alpha of every adapter without an entry in `alpha_pattern`.
     pub lora_alpha: f64,
+    /// Whether outputs are scaled by alpha / √rank instead of alpha / rank; absent or null means no.
+    #[serde(default)]
+    pub use_rslora: Option<bool>,
     /// Ranks that replace `r` for some modules. Keys are regular expressions for the end of a module's path;
     /// of several that match, the first in sort order applies.
     #[serde(default)]
@@ -103,12 +105,23 @@ impl AdapterConfig {
         read_config(&dir.join(ADAPTER_CONFIG))
     }
 
-    /// Rank and scale (`alpha / rank`) of the adapter of the module at the path `module`.
+    /// Rank and [`scale`] of the adapter of the module at the path `module`.
     #[must_use]
     pub fn of(&self, module: &str) -> (usize, f64) {
+        let (rank, alpha) = self.rank_and_alpha(module);
+        (rank, scale(alpha, rank, self.use_rslora()))
+    }
+
+    /// Whether the adapters are rank-stabilized (rsLoRA).
+    #[must_use]
+    pub fn use_rslora(&self) -> bool {
+        self.use_rslora.unwrap_or(false)
+    }
+
+    fn rank_and_alpha(&self, module: &str) -> (usize, f64) {
         let rank = find(&self.rank_pattern, module).unwrap_or(self.r);
         let alpha = find(&self.alpha_pattern, module).unwrap_or(self.lora_alpha);
-        (rank, alpha / rank as f64)
+        (rank, alpha)
     }
 }
 
@@ -299,6 +312,7 @@ impl Adapter {
             targets: LoraTargets::Modules(self.modules.clone()),
             layers: None,
             per_projection: false,
+            use_rslora: config.use_rslora(),
             modules_to_save: Vec::new(),
         })
     }
@@ -317,8 +331,8 @@ impl Adapter {
     /// Rank and alpha of modules that differ from the default.
     fn others(&self, config: &AdapterConfig) -> BTreeMap<String, (usize, f32)> {
         let own = |module: &String| {
-            let (rank, scale) = config.of(module);
-            (module.clone(), (rank, (scale * rank as f64) as f32))
+            let (rank, alpha) = config.rank_and_alpha(module);
+            (module.clone(), (rank, alpha as f32))
         };
         let common = (config.r, config.lora_alpha as f32);
         let all = self.modules.iter().map(own);
@@ -370,15 +384,22 @@ impl Adapter {
     }
 }
 
-/// Settings of peft that select layers, steer training, or only describe the adapter: the tensors show their effect.
-const WITHOUT_EFFECT: [&str; 24] = [
+/// Starts of adapters that leave the base weights as they are. Others, such as PiSSA, subtract the start from them.
+const PLAIN_STARTS: [&str; 3] = ["eva", "gaussian", "orthogonal"];
+
+/// Settings of peft that are read, select layers, steer training, or only describe the adapter: the tensors show their
+/// effect. The settings of a kind of start have one only where `init_lora_weights` names the kind.
+const WITHOUT_EFFECT: [&str; 28] = [
     "auto_mapping",
     "base_model_name_or_path",
+    "corda_config",
     "ensure_weight_tying",
+    "eva_config",
     "exclude_modules",
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
+    "loftq_config",
     "alpha_pattern",
     "lora_alpha",
     "lora_dropout",
@@ -396,6 +417,7 @@ const WITHOUT_EFFECT: [&str; 24] = [
     "target_modules",
     "task_type",
     "tensor_parallel_plan",
+    "use_rslora",
 ];
 
 /// Fails if `adapter_config.json` of the directory `dir`, if any, asks for what is not implemented: another kind of
@@ -447,8 +469,10 @@ fn implemented(key: &str, value: &Value) -> bool {
     match key {
         "peft_type" => text == Some("LORA"),
         "bias" => text == Some("none"),
-        // Others change the base weights, or start from values that were never saved.
-        "init_lora_weights" => value.is_boolean() || value.is_null() || text == Some("gaussian"),
+        "init_lora_weights" => {
+            let plain = text.is_some_and(|start| PLAIN_STARTS.contains(&start));
+            plain || value.is_boolean() || value.is_null()
+        }
         _ if WITHOUT_EFFECT.contains(&key) => true,
         _ => match value {
             Value::Null | Value::Bool(false) => true,
@@ -520,7 +544,7 @@ mod tests {
         adapter.read_range(&b, 2..4, DType::F32, bytes).unwrap();
         assert_eq!(row, [2.0, 3.0]);
         let lora = adapter.lora().unwrap();
-        assert_eq!((lora.lora_rank, lora.scale()), (2, 4.0));
+        assert_eq!(lora.of(MODULE), (2, 4.0));
         assert!(matches!(lora.targets, LoraTargets::Modules(modules) if modules.contains(MODULE)));
     }
 
@@ -538,8 +562,23 @@ mod tests {
             "target_parameters": null, "task_type": "CAUSAL_LM", "trainable_token_indices": null,
             "use_dora": false, "use_qalora": false, "use_rslora": false}"#;
         assert!(adapter(config, 2).is_ok());
-        let gaussian = config.replace("weights\": true", "weights\": \"gaussian\"");
-        assert!(adapter(&gaussian, 2).is_ok());
+        for start in ["gaussian", "eva", "orthogonal"] {
+            let start = config
+                .replace("weights\": true", &format!("weights\": \"{start}\""))
+                .replace("eva_config\": null", r#"eva_config": {"rho": 2.0}"#);
+            assert!(adapter(&start, 2).is_ok(), "{start}");
+        }
+    }
+
+    #[test]
+    fn rank_stabilized_adapters_are_scaled_by_the_root_of_their_own_rank() {
+        let config = r#"{"r": 9, "lora_alpha": 8, "use_rslora": true,
+            "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 6}}"#;
+        let adapter = adapter(config, 2).unwrap();
+        let scale = 6.0 / 2f64.sqrt();
+        assert_eq!(adapter.config().unwrap().of(MODULE), (2, scale));
+        assert_eq!(adapter.config().unwrap().of("x"), (9, 8.0 / 3.0));
+        assert_eq!(adapter.lora().unwrap().of(MODULE), (2, scale as f32));
     }
 
     #[test]
@@ -587,9 +626,14 @@ mod tests {
                 "peft_type",
             ),
             (
-                r#"{"r": 2, "lora_alpha": 8, "use_rslora": true}"#,
+                r#"{"r": 2, "lora_alpha": 8, "use_rslora": "yes"}"#,
                 2,
-                "use_rslora",
+                "cannot read",
+            ),
+            (
+                r#"{"r": 2, "lora_alpha": 8, "init_lora_weights": "corda"}"#,
+                2,
+                "corda",
             ),
             (
                 r#"{"r": 2, "lora_alpha": 8, "layer_replication": [[0, 2]]}"#,

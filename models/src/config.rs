@@ -127,7 +127,7 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    fn invalid(&self, reason: String) -> ConfigError {
+    pub(crate) fn invalid(&self, reason: String) -> ConfigError {
         ConfigError::Json {
             path: self.path.to_owned(),
             source: serde_json::Error::custom(reason),
@@ -440,6 +440,17 @@ impl<'a> Rope<'a> {
     /// # Errors
     /// [`ConfigError::Unsupported`] for scaled positions; [`ConfigError::Json`] for settings per type of layer.
     pub(crate) fn read(fields: Fields<'a>) -> Result<Self, ConfigError> {
+        Self::read_kinds(fields, &["default"])
+    }
+
+    /// As [`Rope::read`], for settings of one of the types `kinds`; the first is the default.
+    ///
+    /// # Errors
+    /// As [`Rope::read`].
+    pub(crate) fn read_kinds(
+        fields: Fields<'a>,
+        kinds: &[&'static str],
+    ) -> Result<Self, ConfigError> {
         let nested = match fields.section("rope_parameters")? {
             None => fields.section("rope_scaling")?,
             nested => nested,
@@ -447,7 +458,9 @@ impl<'a> Rope<'a> {
         if let Some(nested) = nested {
             for field in ["rope_type", "type"] {
                 let kind = nested.optional::<String>(field)?;
-                expect("rope_parameters.rope_type", kind.as_deref(), "default")?;
+                if !kind.as_deref().is_some_and(|kind| kinds.contains(&kind)) {
+                    expect("rope_parameters.rope_type", kind.as_deref(), kinds[0])?;
+                }
             }
             if let Some((kind, _)) = nested.root.iter().find(|(_, value)| value.is_object()) {
                 return Err(fields.invalid(format!(

@@ -54,8 +54,7 @@ impl LoraTargets {
 pub struct LoraConfig {
     /// Rank of every adapter that `others` does not list: rows of A, columns of B.
     pub lora_rank: usize,
-    /// LoRA alpha of every adapter that `others` does not list; the adapter's output is scaled by `lora_alpha
-    /// / lora_rank`.
+    /// LoRA alpha of every adapter that `others` does not list. With the rank it gives the [`scale`] of the output.
     pub lora_alpha: f32,
     /// Dropout probability `p` of the adapters' inputs, 0 to 1. Elements that remain are divided by `1 - p`.
     pub lora_dropout: f32,
@@ -68,25 +67,20 @@ pub struct LoraConfig {
     /// Whether each projection of a fused layer (queries, keys and values in one weight) gets an adapter of
     /// its own, as in SwissArmyTransformer, instead of one for the whole layer, as in peft.
     pub per_projection: bool,
+    /// Whether outputs are scaled by alpha / √rank (rsLoRA, Kalajdzievski 2023) instead of alpha / rank.
+    pub use_rslora: bool,
     /// Modules trained in full in addition to adapters, by the last parts of their path, such as
     /// `embed_tokens` or `resampler`.
     pub modules_to_save: Vec<String>,
 }
 
 impl LoraConfig {
-    /// Scale of adapters that `others` does not list, `lora_alpha / lora_rank`.
-    #[must_use]
-    pub fn scale(&self) -> f32 {
-        self.lora_alpha / self.lora_rank as f32
-    }
-
-    /// Rank and scale (`alpha / rank`) of the adapter of the module at `path`.
+    /// Rank and [`scale`] of the adapter of the module at `path`.
     #[must_use]
     pub fn of(&self, path: &str) -> (usize, f32) {
-        match self.others.get(path) {
-            Some((rank, alpha)) => (*rank, alpha / *rank as f32),
-            None => (self.lora_rank, self.scale()),
-        }
+        let others = self.others.get(path).copied();
+        let (rank, alpha) = others.unwrap_or((self.lora_rank, self.lora_alpha));
+        (rank, scale(alpha.into(), rank, self.use_rslora) as f32)
     }
 
     /// Whether the parameter called `name` belongs to one of `modules_to_save`, which train in full.
@@ -96,6 +90,13 @@ impl LoraConfig {
             .iter()
             .any(|module| in_module(name, module))
     }
+}
+
+/// Factor of an adapter's output: `alpha / rank`, or `alpha / √rank` with `use_rslora`.
+#[must_use]
+pub fn scale(alpha: f64, rank: usize, use_rslora: bool) -> f64 {
+    let rank = rank as f64;
+    alpha / if use_rslora { rank.sqrt() } else { rank }
 }
 
 /// Whether a path of dotted parts lies inside a module whose path ends with `module`.
@@ -264,11 +265,18 @@ mod tests {
             targets: LoraTargets::parse("q_proj"),
             layers: None,
             per_projection: false,
+            use_rslora: false,
             modules_to_save: vec!["resampler".into(), "embed_tokens".into()],
         };
         assert!(config.saves("resampler.attn.in_proj_weight"));
         assert!(config.saves("llm.model.embed_tokens.weight"));
         assert!(!config.saves("my_resampler.weight"));
-        assert!((config.scale() - 2.0).abs() < f32::EPSILON);
+        assert_eq!(config.of("llm.model.layers.0.self_attn.q_proj"), (4, 2.0));
+        let config = LoraConfig {
+            use_rslora: true,
+            others: BTreeMap::from([("other".to_owned(), (9, 6.0))]),
+            ..config
+        };
+        assert_eq!((config.of("x"), config.of("other")), ((4, 4.0), (9, 2.0)));
     }
 }

@@ -287,6 +287,7 @@ mod tests {
             targets: LoraTargets::parse(targets),
             layers: None,
             per_projection: false,
+            use_rslora: false,
             modules_to_save: vec!["norm".into()],
         }
     }

@@ -28,10 +28,10 @@ struct Communicator {
 };
 
 static std::mutex busy;
-static std::set<Communicator*> communicators;
+static std::set<Communicator*>& communicators = *new std::set<Communicator*>;  // as in objects.h
 static u32 count;
 
-EXPORT u32 ncclGetVersion(int* version) { return *version = 22809, SUCCESS; }
+EXPORT u32 ncclGetVersion(int* version) { return *version = setting("TESSERA_FAKE_NCCL", 22809), SUCCESS; }
 EXPORT const char* ncclGetErrorString(u32 code) {
   switch (code) {
     case SUCCESS: return "no error";

@@ -34,7 +34,7 @@ u32 cuEventCreate(P*, u32);
 u32 cuEventRecord(P, P);
 u32 cuEventQuery(P);
 u32 cuEventSynchronize(P);
-u32 cuEventElapsedTime_v2(float*, P, P);
+u32 cuEventElapsedTime(float*, P, P);
 u32 cuEventDestroy_v2(P);
 u32 cuModuleLoadData(P*, const char*);
 u32 cuModuleGetFunction(P*, P, const char*);
@@ -178,6 +178,7 @@ static void a_wait_is_for_the_record_before_it() {
 static void ranges_must_be_allocated() {
   open();
   IS(1, cuMemsetD8Async(memory, 0, N + 1, stream));
+  IS(1, cuMemsetD8Async(memory, 0, 0, stream));
   IS(1, cuMemcpyDtoDAsync_v2(memory, memory + 10, 20, stream));
   IS(1, cuMemcpyDtoHAsync_v2((P)memory, memory, N, stream));
   IS(1, cuMemFree_v2(memory + 1));
@@ -215,10 +216,10 @@ static void events_with_timing_measure() {
   OK(cuEventRecord(from, stream));
   OK(cuEventRecord(to, stream));
   OK(cuEventRecord(plain, stream));
-  IS(600, cuEventElapsedTime_v2(&milliseconds, from, to));
-  IS(400, cuEventElapsedTime_v2(&milliseconds, from, plain));
+  IS(600, cuEventElapsedTime(&milliseconds, from, to));
+  IS(400, cuEventElapsedTime(&milliseconds, from, plain));
   OK(cuEventSynchronize(to));
-  OK(cuEventElapsedTime_v2(&milliseconds, from, to));
+  OK(cuEventElapsedTime(&milliseconds, from, to));
   HOLDS(milliseconds >= 0);
 }
 static void kernels_get_their_parameters() {

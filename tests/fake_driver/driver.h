@@ -8,15 +8,17 @@
 u32 broken(u32 code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 // A number of the environment.
 u64 setting(const char* name, u64 otherwise);
-// Whether this is the moment of a fault, see driver.cpp.
+// Whether this is the moment of a fault, see `driver.cpp`.
 bool faulty(const char* name);
+// Bytes of a device that this process uses.
+u64 used_bytes(u32 device);
 // Whether a context is current on this thread.
 bool has_context();
 // Whether all of a range is allocated device memory.
 bool is_device_memory(u64 at, u64 bytes);
 // Whether the current context has failed for good.
 bool is_lost();
-// Device and memory file of the current context, which other devices read from now on.
+// The machine's number of the current context's device, and its memory file, which other devices read from now on.
 struct Shared {
   int device, memory;
 };

@@ -5,7 +5,7 @@
 
 #include "driver.h"
 
-enum : u32 { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2 };
+enum : u32 { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, INSUFFICIENT_SIZE = 7 };
 static u32 users;
 static char handles[16];
 
@@ -20,7 +20,8 @@ EXPORT u32 nvmlInit_v2() { return users++, SUCCESS; }
 EXPORT u32 nvmlShutdown() { return users ? users--, SUCCESS : UNINITIALIZED; }
 EXPORT const char* nvmlErrorString(u32 code) { return code == UNINITIALIZED ? "Uninitialized" : "Invalid Argument"; }
 EXPORT u32 nvmlSystemGetDriverVersion(char* text, u32 size) {
-  return users ? snprintf(text, size, "580.00.fake"), SUCCESS : UNINITIALIZED;
+  const char* version = getenv("TESSERA_FAKE_DRIVER");
+  return users ? snprintf(text, size, "%s", version ? version : "580.00.fake"), SUCCESS : UNINITIALIZED;
 }
 EXPORT u32 nvmlDeviceGetCount_v2(u32* count) { return users ? *count = gpus(), SUCCESS : UNINITIALIZED; }
 EXPORT u32 nvmlDeviceGetHandleByIndex_v2(u32 index, void** handle) {
@@ -44,6 +45,21 @@ EXPORT u32 nvmlDeviceGetCudaComputeCapability(void* handle, int* major, int* min
 }
 EXPORT u32 nvmlDeviceGetMemoryInfo(void* handle, u64* memory) {
   NEED(handle);
-  memory[0] = memory[1] = setting("TESSERA_FAKE_MEMORY", 2ull << 30);  // total, free
-  return memory[2] = 0, SUCCESS;                                       // used
+  memory[0] = setting("TESSERA_FAKE_MEMORY", 2ull << 30);  // total
+  memory[2] = used_bytes(index);                           // used
+  return memory[1] = memory[0] - memory[2], SUCCESS;       // free
+}
+// At most one process, of TESSERA_FAKE_PROCESS bytes.
+struct Process {
+  u32 pid;
+  u64 bytes;
+  u32 instances[2];
+};
+EXPORT u32 nvmlDeviceGetComputeRunningProcesses_v3(void* handle, u32* count, Process* processes) {
+  NEED(handle);
+  const u32 room = *count;
+  const u64 bytes = setting("TESSERA_FAKE_PROCESS", 0);
+  if (!(*count = bytes != 0)) return SUCCESS;
+  if (!room) return INSUFFICIENT_SIZE;
+  return processes[0] = {4242, bytes, {~0u, ~0u}}, SUCCESS;
 }

@@ -6,7 +6,7 @@
 use crate::drift;
 use crate::golden::{
     Case, CaseRun, Comparison, Pack, Section, Trajectory, compare_floats, largest_gradient,
-    packs_of,
+    packs_of, quantized,
 };
 use crate::parity::compare_trajectory;
 use crate::tolerance::{self, Roundings, Shake};
@@ -32,7 +32,11 @@ pub fn check_pack(dir: &Path, precision: Precision) -> Result<Vec<Section>> {
             section,
         ));
     }
-    for trajectory in packs_of(pack.family).trajectories(&pack, &*processor)? {
+    let trajectories = match quantized::is_quantized(&pack) {
+        true => quantized::trajectories(&pack, &*processor)?,
+        false => packs_of(pack.family).trajectories(&pack, &*processor)?,
+    };
+    for trajectory in trajectories {
         let section = check_trajectory(&pack, &trajectory, precision)?;
         let name = &trajectory.name;
         sections.push((

@@ -48,14 +48,14 @@ const LAUNCHER: &[Row] = &[
     ("ui", "lang memory rank_env units"),
     ("device", "config error lang memory rank_env ui units"),
     ("data", "config error lang memory rank_env units"),
-    ("model", "config data error lang ui"),
+    ("model", "config error lang ui"),
     ("report", "config error lang memory ui units"),
     ("cli", "config device error lang rank_env units"),
     ("launch", "cli config device error lang memory rank_env report ui units"),
     ("fuzzing", "cli error launch"),
     ("plan", "cli config data device error lang memory model rank_env report ui units"),
     ("train", "config data device error lang launch memory model plan rank_env report ui units"),
-    ("commands", "cli config data device error lang launch memory model plan rank_env report ui units"),
+    ("commands", "cli config data device error lang launch memory model plan rank_env report train ui units"),
 ];
 
 /// A module by its names from the root of its crate on.

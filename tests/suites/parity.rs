@@ -37,6 +37,16 @@ fn every_stored_quantity_of_the_packs_agrees() {
     }
 }
 
+/// MiniCPM-V 4.0: tower and resampler of the pack of 2.6, and a decoder that transformers computed (Llama with longrope).
+#[test]
+fn a_decoder_with_factors_of_its_rotary_wavelengths_agrees() {
+    let sections = check_pack(&Pack::beside("minicpm-v-4_0")).unwrap();
+    assert_eq!(sections.len(), 2);
+    for (title, comparisons) in sections {
+        all_ok(&title, &comparisons);
+    }
+}
+
 /// A copy of a pack's directory, without its other cases than `case`.
 fn copy_of(pack: &str, case: &str) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
@@ -408,6 +418,7 @@ fn packed_beside_unpacked(dir: &Path, packing: Packing, layout: Layout) {
         targets: LoraTargets::parse(pack.family.default_lora_targets()),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     run.options.packed = PackedWeights::Chosen {

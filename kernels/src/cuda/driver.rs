@@ -57,7 +57,7 @@ functions! {
     cuEventRecord(CUevent, CUstream) -> Status;
     cuEventQuery(CUevent) -> Status;
     cuEventSynchronize(CUevent) -> Status;
-    cuEventElapsedTime_v2(*mut f32, CUevent, CUevent) -> Status;
+    cuEventElapsedTime(*mut f32, CUevent, CUevent) -> Status;
     cuEventDestroy_v2(CUevent) -> Status;
     cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode) -> Status;
     cuStreamEndCapture(CUstream, *mut CUgraph) -> Status;
@@ -383,7 +383,7 @@ impl Driver {
     pub(super) unsafe fn milliseconds(&self, from: CUevent, to: CUevent) -> Answer<f32> {
         // SAFETY: one number is written; the caller vouches for the events.
         self.written(0.0, |out| unsafe {
-            (self.cuEventElapsedTime_v2)(out, from, to)
+            (self.cuEventElapsedTime)(out, from, to)
         })
     }
 

@@ -106,6 +106,7 @@ impl Gpu {
     /// [`CudaError::NoDevice`] with the reason and the next step, and errors of the driver.
     pub fn open(ordinal: u32, search: &Search, cache: Option<Cache>) -> Result<Self> {
         let answer = probe_for(&[Library::Driver], search);
+        let version = answer.driver_version.unwrap_or_default();
         if let Some(reason) = answer.problem {
             return Err(CudaError::NoDevice { reason });
         }
@@ -123,7 +124,7 @@ impl Gpu {
             .attribute(attribute)
             .during("reading the shared memory limit")?;
         Ok(Self {
-            images: Images::new(facts.compute_capability, search, cache),
+            images: Images::new(facts.compute_capability, version, search, cache),
             facts,
             context,
             stream,

@@ -13,6 +13,8 @@ use rayon::prelude::*;
 
 /// Distance between the first modules of processes with successive numbers.
 const SPREAD: usize = 7919;
+/// Prefix of an architecture that is compiled to PTX.
+const PTX: &str = "compute_";
 /// Bytes of the checksum at the start of a cached file.
 const CHECKSUM_BYTES: usize = 32;
 
@@ -108,42 +110,60 @@ impl Cache {
 /// Provider of compiled code for one GPU architecture: from the cache, the compiler, or the built-in PTX.
 #[derive(Debug)]
 pub struct Images {
-    arch: String,
+    /// Architecture of the GPU.
+    native: String,
+    /// CUDA version of the driver.
+    driver: (u32, u32),
     code: Code,
     cache: Option<Cache>,
     compiler: Result<Compiler, String>,
 }
 
 impl Images {
-    /// Provider for a GPU with this compute capability. Searches for the compiler NVRTC. Without it, only
-    /// modules with built-in PTX can run.
+    /// Provider for a GPU with this compute capability and a driver of this CUDA version. Searches for the compiler
+    /// NVRTC. Without it, only modules with built-in PTX can run.
     #[must_use]
-    pub fn new((major, minor): (u32, u32), search: &Search, cache: Option<Cache>) -> Self {
-        // The kernels target sm_80; on Hopper the compiler may also use instructions of sm_90a.
-        let suffix = if (major, minor) == (9, 0) { "a" } else { "" };
+    pub fn new(
+        capability: (u32, u32),
+        driver: (u32, u32),
+        search: &Search,
+        cache: Option<Cache>,
+    ) -> Self {
+        let compiler = Compiler::find(search).map_err(|error| error.to_string());
+        let known = compiler.as_ref().map(Compiler::architectures);
         Self {
-            arch: format!("sm_{major}{minor}{suffix}"),
+            native: target(capability, &known.unwrap_or_default()),
+            driver,
             code: Code::Native,
             cache,
-            compiler: Compiler::find(search).map_err(|error| error.to_string()),
+            compiler,
         }
     }
 
     /// Selects native code for the GPU, or PTX of the sm_80 family. The latter also changes the target
     /// architecture.
     #[must_use]
-    pub fn with_code(mut self, code: Code) -> Self {
+    pub const fn with_code(mut self, code: Code) -> Self {
         self.code = code;
-        if code == Code::Sm80 {
-            ptx::ARCH.clone_into(&mut self.arch);
-        }
         self
     }
 
-    /// Architecture that modules are compiled for, e.g. `sm_86`, or `compute_80` for PTX of the sm_80 family.
+    /// Architecture that modules are compiled for: `sm_86` for machine code, `compute_80` for PTX, which the driver
+    /// translates.
     #[must_use]
     pub fn arch(&self) -> &str {
-        &self.arch
+        match self.code {
+            Code::Native => &self.native,
+            Code::Sm80 => ptx::ARCH,
+        }
+    }
+
+    /// Architecture that `compiler` compiles for: of the sm_80 family's PTX only if the driver reads it.
+    fn target(&self, compiler: Compiler) -> &str {
+        match self.code {
+            Code::Sm80 if reads_ptx(compiler.version(), self.driver) => ptx::ARCH,
+            Code::Sm80 | Code::Native => &self.native,
+        }
     }
 
     /// The NVRTC compiler, which compiles modules for the GPU.
@@ -163,8 +183,8 @@ impl Images {
     /// # Errors
     /// When the module does not compile and has no built-in PTX.
     pub fn get(&self, module: &Module) -> Result<Image> {
-        if self.code == Code::Sm80 {
-            let built_in = built_in(module, "the code of sm_80 was asked for");
+        if let Some(reason) = self.prefers_built_in() {
+            let built_in = built_in(module, &reason);
             if built_in.is_ok() {
                 return built_in;
             }
@@ -174,10 +194,11 @@ impl Images {
             Err(problem) => return built_in(module, problem),
         };
         let identity = compiler.identity();
+        let arch = self.target(*compiler);
         let path = self
             .cache
             .as_ref()
-            .map(|cache| cache.path(module, &self.arch, &identity));
+            .map(|cache| cache.path(module, arch, &identity));
         let cached = || {
             let path = path.as_ref()?;
             let bytes = Cache::read(path)?;
@@ -192,11 +213,11 @@ impl Images {
         if let Some(image) = cached() {
             return Ok(image);
         }
-        match compiler.compile(module, &self.arch) {
+        match compiler.compile(module, arch) {
             Ok(compiled) => {
-                let bytes = match self.code {
-                    Code::Native => compiled.cubin,
-                    Code::Sm80 => with_final_zero(&compiled.ptx),
+                let bytes = match arch.starts_with(PTX) {
+                    false => compiled.cubin,
+                    true => with_final_zero(&compiled.ptx),
                 };
                 if let (Some(cache), Some(path)) = (&self.cache, &path) {
                     let _slower_next_time = cache.write(path, &bytes);
@@ -206,9 +227,15 @@ impl Images {
                     origin: Origin::Compiled,
                 })
             }
-            // The GPU is newer than the compiler. The driver knows it and compiles the PTX.
+            // The driver compiles the PTX.
             Err(error) => built_in(module, &error.to_string()).map_err(|_| error),
         }
+    }
+
+    /// Why the built-in PTX comes before code of the compiler, if it does.
+    fn prefers_built_in(&self) -> Option<String> {
+        let compiler = self.compiler.as_ref().map(|compiler| compiler.version());
+        preference(self.code, compiler.ok(), self.driver)
     }
 
     /// Compiles those of `modules` that the cache lacks, on the threads of the global pool. A module that does not
@@ -218,9 +245,11 @@ impl Images {
             return;
         };
         let identity = compiler.identity();
+        let arch = self.target(*compiler);
+        let prefers_built_in = self.prefers_built_in().is_some();
         let is_missing = |module: &&Module| {
-            let is_built_in = self.code == Code::Sm80 && ptx::built_in(module).is_some();
-            !is_built_in && !cache.path(module, &self.arch, &identity).exists()
+            let is_built_in = prefers_built_in && ptx::built_in(module).is_some();
+            !is_built_in && !cache.path(module, arch, &identity).exists()
         };
         let mut missing: Vec<&Module> = modules.iter().filter(is_missing).collect();
         if missing.is_empty() {
@@ -241,6 +270,42 @@ impl Images {
     /// When the module has no built-in PTX.
     pub fn fallback(&self, module: &Module, reason: &str) -> Result<Image> {
         built_in(module, reason)
+    }
+}
+
+/// Whether a driver of CUDA version `driver` reads PTX of a compiler of this version.
+fn reads_ptx(compiler: (u32, u32), driver: (u32, u32)) -> bool {
+    compiler <= driver
+}
+
+/// Why built-in PTX comes before code of a compiler of this CUDA version, if it does. A driver reads machine code of
+/// compilers of its own major version.
+fn preference(
+    code: Code,
+    compiler: Option<(u32, u32)>,
+    (major, minor): (u32, u32),
+) -> Option<String> {
+    let newer = compiler.filter(|compiler| compiler.0 > major);
+    match (code, newer) {
+        (Code::Sm80, _) => Some("the code of sm_80 was asked for".to_owned()),
+        (Code::Native, Some(newer)) => Some(format!(
+            "NVRTC {}.{} is newer than the driver, which supports CUDA {major}.{minor}",
+            newer.0, newer.1
+        )),
+        (Code::Native, None) => None,
+    }
+}
+
+/// What a compiler that knows the architectures `known` compiles for a GPU: machine code, or the newest PTX that the GPU
+/// runs if the GPU is newer than the compiler. The driver knows the GPU and translates it.
+fn target((major, minor): (u32, u32), known: &[u32]) -> String {
+    let own = 10 * major + minor;
+    let older = known.iter().filter(|arch| **arch < own).max();
+    match older {
+        Some(older) if !known.contains(&own) => format!("{PTX}{older}"),
+        // The kernels target sm_80; on Hopper the compiler may also use instructions of sm_90a.
+        _ if own == 90 => "sm_90a".to_owned(),
+        _ => format!("sm_{own}"),
     }
 }
 
@@ -310,7 +375,8 @@ mod tests {
     fn without_a_compiler_the_built_in_ptx_is_used_and_the_reason_recorded() {
         let module = &Family::Cast.modules()[0];
         let images = Images {
-            arch: "sm_86".into(),
+            native: "sm_86".into(),
+            driver: (13, 0),
             code: Code::Native,
             cache: None,
             compiler: Err("nowhere".into()),
@@ -332,8 +398,40 @@ mod tests {
     }
 
     #[test]
+    fn a_compiler_of_a_newer_cuda_than_the_drivers_gives_way_to_the_built_in_ptx() {
+        let native = |compiler, driver| preference(Code::Native, Some(compiler), driver);
+        assert_eq!(native((12, 9), (12, 2)), None);
+        assert_eq!(native((12, 2), (13, 0)), None);
+        assert_eq!(preference(Code::Native, None, (12, 2)), None);
+        let reason = native((13, 0), (12, 9)).unwrap();
+        assert!(
+            reason.contains("13.0") && reason.contains("12.9"),
+            "{reason}"
+        );
+        assert!(preference(Code::Sm80, Some((12, 2)), (13, 0)).is_some());
+        assert!(reads_ptx((12, 2), (12, 2)) && !reads_ptx((12, 3), (12, 2)));
+    }
+
+    #[test]
+    fn a_gpu_newer_than_the_compiler_gets_the_newest_ptx() {
+        let known = [75, 80, 86, 89, 90];
+        for (capability, known, want) in [
+            ((8, 6), &known[..], "sm_86"),
+            ((9, 0), &known, "sm_90a"),
+            ((12, 0), &known, "compute_90"),
+            ((8, 9), &known[..3], "compute_86"),
+            // The compiler does not tell.
+            ((12, 0), &[], "sm_120"),
+            // Only newer ones: the built-in PTX follows.
+            ((8, 0), &known[2..], "sm_80"),
+        ] {
+            assert_eq!(target(capability, known), want);
+        }
+    }
+
+    #[test]
     fn sm_80_code_is_built_in_ptx_on_every_gpu() {
-        let images = Images::new((9, 0), &Search::default(), None);
+        let images = Images::new((9, 0), (13, 0), &Search::default(), None);
         assert_eq!(images.arch(), "sm_90a");
         let images = images.with_code(Code::Sm80);
         assert_eq!(images.arch(), ptx::ARCH);

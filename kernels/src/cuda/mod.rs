@@ -9,6 +9,7 @@
 //! | context, streams and events of a GPU | [`context`] |
 //! | a GPU: memory, streams, launches | [`gpu`] |
 //! | CUDA graphs of commands | [`graph`], [`backend::graphs`] |
+//! | what the choice of kernels depends on | [`device_kind`] |
 //! | one kernel launch as a value: grid and arguments | [`launch`] |
 //! | pinned and shared memory, timing | [`transfer`] |
 //! | copies that overlap with computation | `copies.rs` |
@@ -20,6 +21,7 @@
 pub mod backend;
 pub mod context;
 mod copies;
+pub mod device_kind;
 mod driver;
 mod error;
 pub mod gpu;

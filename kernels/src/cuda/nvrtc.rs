@@ -19,6 +19,8 @@ functions! {
     Functions:
     nvrtcVersion(*mut c_int, *mut c_int) -> Status;
     nvrtcGetErrorString(Status) -> *const c_char;
+    nvrtcGetNumSupportedArchs(*mut c_int) -> Status;
+    nvrtcGetSupportedArchs(*mut c_int) -> Status;
     nvrtcCreateProgram(
         *mut nvrtcProgram, *const c_char, *const c_char,
         c_int, *const *const c_char, *const *const c_char
@@ -42,6 +44,23 @@ impl Functions {
         // SAFETY: returns a constant string for every number.
         let text = unsafe { CStr::from_ptr((self.nvrtcGetErrorString)(status)) };
         Err(text.to_string_lossy().into_owned())
+    }
+
+    /// Compute capabilities that this version compiles for, e.g. 86 for 8.6. Empty if it does not answer.
+    fn architectures(&self) -> Vec<u32> {
+        let mut count = 0;
+        // SAFETY: one number is written.
+        let status = unsafe { (self.nvrtcGetNumSupportedArchs)(&raw mut count) };
+        let mut all: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
+        if status != 0 || all.is_empty() {
+            return Vec::new();
+        }
+        // SAFETY: as many numbers are written as the call before told.
+        let status = unsafe { (self.nvrtcGetSupportedArchs)(all.as_mut_ptr()) };
+        match status {
+            0 => all.into_iter().map(c_int::unsigned_abs).collect(),
+            _ => Vec::new(),
+        }
     }
 
     fn version(&self) -> Option<(u32, u32)> {
@@ -116,6 +135,12 @@ impl Compiler {
     #[must_use]
     pub const fn version(self) -> (u32, u32) {
         self.version
+    }
+
+    /// Compute capabilities that the compiler knows, e.g. 86 for 8.6. Empty if it does not tell.
+    #[must_use]
+    pub fn architectures(&self) -> Vec<u32> {
+        self.functions.architectures()
     }
 
     /// Text with the compiler's version and options: everything besides source and architecture that

@@ -12,6 +12,7 @@ pub use numbers::{U32, bytes, first_difference, store, trained, wiring};
 pub use operations::all;
 
 use crate::cuda::CudaBackend;
+use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::module::{Family, Module, PRELUDE, PRIMITIVES};
 use crate::{Backend, CpuBackend, DType, KernelError, KernelList, Shape, Tag, Tensor};
 use std::collections::BTreeSet;
@@ -171,9 +172,9 @@ impl Check {
         Ok(wrong.map(|i| format!("[{i}] is {:e} instead of {:e}", got[i], want[i])))
     }
 
-    /// Compilation units that the check launches on a GPU with this number of multiprocessors.
-    fn launches(&self, multiprocessors: u32, multiplies: bool) -> BTreeSet<Module> {
-        let counting = CudaBackend::counting(multiprocessors, multiplies);
+    /// Compilation units that the check launches on a GPU of this kind.
+    fn launches(&self, kind: DeviceKind) -> BTreeSet<Module> {
+        let counting = CudaBackend::counting(kind);
         let operands = self.operands(&counting, false, &|_, n| vec![0.0; n]);
         // Launches before a failure count.
         let _values_do_not_exist = operands.and_then(|x| (self.run)(&counting, &x));
@@ -192,10 +193,8 @@ pub struct Cover {
 
 /// Kernels that these checks launch.
 #[must_use]
-pub fn kernels(checks: &[Check], multiprocessors: u32, multiplies: bool) -> KernelList {
-    let launched = checks
-        .iter()
-        .flat_map(|check| check.launches(multiprocessors, multiplies));
+pub fn kernels(checks: &[Check], kind: DeviceKind) -> KernelList {
+    let launched = checks.iter().flat_map(|check| check.launches(kind));
     let modules: BTreeSet<Module> = launched.collect();
     KernelList {
         modules: modules.into_iter().collect(),
@@ -222,14 +221,13 @@ pub fn sources() -> String {
     hasher.finalize().to_hex()[..32].to_owned()
 }
 
-/// Selects checks that launch the kernels `of` a run, on a GPU with this number of multiprocessors. `multiplies` says
-/// whether a library computes products.
+/// Selects checks that launch the kernels `of` a run, on a GPU of this kind.
 #[must_use]
-pub fn cover(of: &KernelList, multiprocessors: u32, multiplies: bool) -> Cover {
+pub fn cover(of: &KernelList, kind: DeviceKind) -> Cover {
     let mut wanted: BTreeSet<Module> = of.modules.iter().cloned().collect();
     let mut checks = Vec::new();
     for check in all().into_iter().chain(operations::of_models()) {
-        let launched = check.launches(multiprocessors, multiplies);
+        let launched = check.launches(kind);
         if launched.iter().any(|module| wanted.contains(module)) {
             wanted.retain(|module| !launched.contains(module));
             checks.push(check);
@@ -244,9 +242,16 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU32, Ordering};
 
+    /// A small GPU without a library.
+    const SMALL: DeviceKind = DeviceKind {
+        multiprocessors: 8,
+        compute_capability: None,
+        has_library: false,
+    };
+
     /// Modules of operations that a run in bf16 with adapters has.
     fn of_a_run() -> KernelList {
-        let counting = CudaBackend::counting(8, false);
+        let counting = CudaBackend::counting(SMALL);
         for check in all().iter().filter(|check| {
             check.name.starts_with("attention bf16") || check.name.starts_with("norms of bf16")
         }) {
@@ -258,7 +263,7 @@ mod tests {
     #[test]
     fn few_checks_launch_all_kernels_of_a_run() {
         let run = of_a_run();
-        let cover = cover(&run, 8, false);
+        let cover = cover(&run, SMALL);
         assert_eq!(cover.uncovered, Vec::<String>::new());
         let count = cover.checks.len();
         assert!((2..=run.modules.len()).contains(&count), "{cover:?}");

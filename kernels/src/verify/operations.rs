@@ -401,9 +401,10 @@ fn dropped(rows: &Tensor, key: [u32; 2], p: f32) -> Option<AdapterDropout<'_>> {
     (p > 0.0).then_some(AdapterDropout { rows, key, p })
 }
 
+/// One adapted layer. Rows are not whole words, or they are and a library may compute the wide products.
 fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
-    let (t, n, k, r) = (11, 20, 36, 4);
-    let check = |p: f32| {
+    let t = 11;
+    let check = |([n, k, r], p): ([usize; 3], f32)| {
         let inputs = [
             float(dtype, &[t, k]),
             float(dtype, &[n, k]),
@@ -413,7 +414,9 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             float(dtype, &[t, n]),
             names(t),
         ];
-        let name = format!("adapted layer of {dtype}, adapters of {adapter}, dropout {p}");
+        let name = format!(
+            "adapted layer of {dtype}, {k} features, adapters of {adapter}, rank {r}, dropout {p}"
+        );
         Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
             let layer = AdaptedLayer {
                 weight: &x[1],
@@ -446,7 +449,10 @@ fn adapters([dtype, adapter]: [DType; 2]) -> Vec<Check> {
             Ok(all)
         })
     };
-    [0.0, 0.4].map(check).into()
+    let (odd, whole) = ([20, 36, 4], [24, 40, 8]);
+    [(odd, 0.0), (odd, 0.4), (whole, 0.0), (whole, 0.4)]
+        .map(check)
+        .into()
 }
 
 /// Three adapted layers of one input. The ranks cover every gradient kernel, outputs have different widths, and rows

@@ -48,6 +48,8 @@ PLAIN(cuIpcOpenEventHandle)
 /* NVRTC. It compiles every source to the text of its first option. */
 static char option[64];
 int nvrtcVersion(int *major, int *minor) { ANSWER(*major = 13; *minor = 77; return 0); }
+int nvrtcGetNumSupportedArchs(int *count) { ANSWER(*count = 2; return 0); }
+int nvrtcGetSupportedArchs(int *all) { ANSWER(all[0] = 80; all[1] = 86; return 0); }
 const char *nvrtcGetErrorString(int code) { ANSWER(return "NVRTC_ERROR_DECOY"); }
 int nvrtcCreateProgram(void **program, const char *source, const char *name, int headers, void *texts, void *names) {
   ANSWER(*program = option; return 0);

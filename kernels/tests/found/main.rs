@@ -53,6 +53,7 @@ fn versions_are_those_of_the_files_that_are_reported() {
     assert_eq!(answer.problem, None);
     assert_eq!(answer.devices[0].name, "Decoy 40");
     let compiler = Compiler::find(&search).unwrap();
+    assert_eq!(compiler.architectures(), [80, 86]);
     let compiled = compiler.compile_text("any", "source", "sm_86").unwrap();
     assert_eq!(compiled.ptx, "--gpu-architecture=sm_86");
     let error = Gpu::open(0, &search, None).unwrap_err();

@@ -54,6 +54,10 @@ const UNPACKED: Both = both(
     "packed weights are unpacked to the format that --precision names",
     "压缩存储的权重会解压为 --precision 指定的格式",
 );
+const WEIGHTS_ALONE: Both = both(
+    "int8 stores weights alone; activations keep the format of --precision",
+    "int8 只存放权重；激活保持 --precision 的格式",
+);
 const HUB: Both = both("nothing is sent anywhere", "不会向任何地方发送内容");
 const SCREEN: Both = both("the screen adapts to the terminal", "屏幕输出会适应终端");
 const SAVED: Both = both(
@@ -128,6 +132,9 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("log_on_each_node", SCREEN),
     ("bnb_4bit_compute_dtype", UNPACKED),
     ("bnb_4bit_quant_storage", UNPACKED),
+    ("llm_int8_threshold", WEIGHTS_ALONE),
+    ("llm_int8_has_fp16_weight", WEIGHTS_ALONE),
+    ("llm_int8_enable_fp32_cpu_offload", UNPACKED),
     ("torch_compile", NO_PYTHON),
     ("torch_compile_backend", NO_PYTHON),
     ("torch_compile_mode", NO_PYTHON),

@@ -4,14 +4,46 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::config::{DataFormatChoice, ExifRotation, PrecisionChoice, TemplateChoice};
+use crate::config::{
+    DataFormatChoice, DeviceChoice, ExifRotation, Offload, PrecisionChoice, TemplateChoice,
+    VerifyGpu,
+};
+
+/// Arguments about devices, ranks and images that both subcommands take.
+#[derive(Debug, Clone, Default, PartialEq, clap::Args)]
+pub struct AskedRanks {
+    /// Where ranks compute; auto takes a usable NVIDIA GPU
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceChoice>,
+    /// Where weights are stored: none, cpu, nvme:DIR
+    ///
+    /// none is the device, cpu host memory, nvme:DIR a directory on a disk.
+    #[arg(long, value_name = "TIERS")]
+    pub offload: Option<Offload>,
+    /// Ranks, which share the weights; 1 by default
+    #[arg(long, value_name = "N")]
+    pub nproc: Option<usize>,
+    /// Compare the GPUs with the CPU before the weights are read
+    #[arg(long, value_enum)]
+    pub verify_gpu: Option<VerifyGpu>,
+    /// Largest area of an image in pixels (GLM-4.1V)
+    ///
+    /// Larger images are resized. The model directory's own bound holds besides. The variable MAX_PIXELS sets it too.
+    #[arg(long, value_name = "PIXELS")]
+    pub image_max_pixels: Option<usize>,
+    /// Smallest area of an image in pixels (GLM-4.1V)
+    ///
+    /// Smaller images are resized. The model directory's own bound holds besides. The variable MIN_PIXELS sets it too.
+    #[arg(long, value_name = "PIXELS")]
+    pub image_min_pixels: Option<usize>,
+}
 
 /// What the user typed after `launcher generate`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
 #[command(
     name = "launcher generate",
     version,
-    about = "Answers a prompt about images, in one process on the CPU",
+    about = "Answers a prompt about images",
     max_term_width = 100
 )]
 pub struct GenerateArgs {
@@ -67,6 +99,9 @@ pub struct GenerateArgs {
     /// Most slices an image is cut into; 9 by default
     #[arg(long, value_name = "N")]
     pub max_slice_nums: Option<usize>,
+    /// Devices, ranks and images.
+    #[command(flatten)]
+    pub ranks: AskedRanks,
     /// Print the answer with its counts and times as JSON
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub json: Option<bool>,
@@ -77,7 +112,7 @@ pub struct GenerateArgs {
 #[command(
     name = "launcher eval",
     version,
-    about = "Evaluates a model on held-out samples, in one process on the CPU, and prints JSON",
+    about = "Evaluates a model on held-out samples and prints JSON",
     max_term_width = 100
 )]
 pub struct EvalArgs {
@@ -102,7 +137,7 @@ pub struct EvalArgs {
     /// Longest answer in tokens; by default that of the reference and 8 more
     #[arg(long, value_name = "N")]
     pub max_new_tokens: Option<usize>,
-    /// Samples answered together; 8 by default
+    /// Samples that each rank answers together; 8 by default
     #[arg(long, value_name = "N")]
     pub per_device_eval_batch_size: Option<usize>,
     /// Evaluate only the first N samples
@@ -137,4 +172,7 @@ pub struct EvalArgs {
     /// Most slices an image is cut into; 9 by default
     #[arg(long, value_name = "N")]
     pub max_slice_nums: Option<usize>,
+    /// Devices, ranks and images.
+    #[command(flatten)]
+    pub ranks: AskedRanks,
 }

@@ -51,7 +51,7 @@ pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype, ExportFormat, ImportArgs};
 pub use foreign::{IGNORED, RESTRICTED};
 pub(crate) use foreign::{OTHER_REPORT, without_other_reports};
-pub use generate::{EvalArgs, GenerateArgs};
+pub use generate::{AskedRanks, EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
 use normalise::Subcommand;
@@ -418,6 +418,11 @@ pub struct Args {
     /// Samples per rank and micro-batch
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub per_device_train_batch_size: Option<usize>,
+    /// Fill each micro-batch with samples of at most N tokens together
+    ///
+    /// Replaces --per-device-train-batch-size. No token is padding; images count with their tokens. An update takes samples in the order of the data, as many as fit its micro-batches, balanced over the ranks.
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub tokens_per_batch: Option<usize>,
     /// Samples per rank and evaluation batch
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub per_device_eval_batch_size: Option<usize>,
@@ -507,9 +512,17 @@ pub struct Args {
     pub lora_rank: Option<usize>,
     /// LoRA alpha; adapters are scaled by alpha ÷ rank
     ///
-    /// The default is twice the rank.
+    /// The default is twice the rank. With --use-rslora the scale is alpha ÷ √rank.
     #[arg(long, value_name = "X", help_heading = "What is trained")]
     pub lora_alpha: Option<f64>,
+    /// Scale adapters by alpha ÷ √rank (rsLoRA)
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What is trained")]
+    pub use_rslora: Option<bool>,
+    /// Learning rate of the adapters' B matrices as a multiple of that of A (LoRA+)
+    ///
+    /// As in peft, vectors that train beside the adapters, such as biases and norms, have the rate of B.
+    #[arg(long, value_name = "X", help_heading = "What is trained")]
+    pub loraplus_lr_ratio: Option<f64>,
     /// Dropout on the inputs of the adapters
     ///
     /// The masks depend on seed, sample and layer only.
@@ -927,11 +940,11 @@ mod tests {
              device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
+             lora-target-modules loraplus-lr-ratio loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
              model-max-length modules-to-save moments mp-size mp-split no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
-             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer trace-steps train train-on-turn-end tune-llm tune-vision use-lora verify-gpu warmup-ratio \
+             save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer tokens-per-batch trace-steps train train-on-turn-end tune-llm tune-vision use-lora use-rslora verify-gpu warmup-ratio \
              warmup-steps weight-decay zero"
         );
         for (alias, target) in ALIASES {

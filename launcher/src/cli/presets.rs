@@ -57,7 +57,7 @@ macro_rules! qlora {
 }
 
 /// All presets that `--preset` accepts.
-pub const PRESETS: [Preset; 12] = [
+pub const PRESETS: [Preset; 14] = [
     Preset {
         name: "cogvlm-captcha",
         script: "THUDM/CogVLM finetune_demo/finetune_cogvlm_lora.sh",
@@ -284,6 +284,50 @@ pub const PRESETS: [Preset; 12] = [
             ("freeze", r"transformer\.vision"),
         ],
     },
+    Preset {
+        name: "glm-ocr-lora",
+        script: "zai-org/GLM-OCR examples/finetune/glm_ocr_lora_sft.yaml",
+        differs: "the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "4"),
+            ("gradient-accumulation-steps", "4"),
+            ("num-train-epochs", "3"),
+            ("model-max-length", "2048"),
+            ("learning-rate", "1e-4"),
+            ("lr-scheduler-type", "cosine"),
+            ("warmup-ratio", "0.1"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("lora-rank", "8"),
+            ("lora-alpha", "16"),
+            ("lora-dropout", "0"),
+            ("lora-target-modules", "all"),
+            ("modules-to-save", "none"),
+        ],
+    },
+    Preset {
+        name: "glm-ocr-full",
+        script: "zai-org/GLM-OCR examples/finetune/glm_ocr_full_sft.yaml",
+        differs: "the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("zero", "2"),
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "4"),
+            ("gradient-accumulation-steps", "2"),
+            ("num-train-epochs", "3"),
+            ("model-max-length", "2048"),
+            ("learning-rate", "1e-5"),
+            ("lr-scheduler-type", "cosine"),
+            ("warmup-ratio", "0.1"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("freeze", r"model\.visual"),
+        ],
+    },
     qlora!(
         "minicpm-qlora",
         "64",
@@ -335,10 +379,11 @@ pub(super) fn expand(args: &mut Vec<String>) {
 }
 
 /// Pairs of flags with the same effect: the second on the command line overrides the first in a preset.
-const INSTEAD: [(&str, &str); 4] = [
+const INSTEAD: [(&str, &str); 5] = [
     ("precision", "bf16"),
     ("checkpoint-activations", "gradient-checkpointing"),
     ("max-steps", "num-train-epochs"),
+    ("num-train-epochs", "max-steps"),
     ("warmup-ratio", "warmup-steps"),
 ];
 
@@ -363,6 +408,8 @@ mod tests {
         assert_eq!(args.max_grad_norm, Some(0.1));
         let (args, _) = parse_line("--num_train_epochs 2 --preset cogvlm-captcha").expect("parses");
         assert_eq!((args.max_steps, args.num_train_epochs), (None, Some(2.0)));
+        let (args, _) = parse_line("--preset glm-ocr-full --max-steps 7").expect("parses");
+        assert_eq!((args.max_steps, args.num_train_epochs), (Some(7), None));
     }
 
     #[test]

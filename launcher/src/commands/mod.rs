@@ -15,7 +15,7 @@ mod train;
 mod verify;
 mod watch;
 
-use crate::cli::{self, Args, Command, DataCheckArgs, EvalArgs, Note, PlanArgs, file};
+use crate::cli::{self, Args, Command, DataCheckArgs, Note, PlanArgs, file};
 use crate::config::RunPlan;
 use crate::data::stream;
 use crate::device::{Devices, Nvidia};
@@ -29,6 +29,7 @@ use crate::launch::rank::{RunSummary, StopFlag};
 use crate::plan::Suggestions;
 use crate::rank_env::{self, Env, RankEnv, Variables};
 use crate::ui::{Event, Screen};
+use generate::ranks::Asking;
 use signal_hook::consts::SIGXFSZ;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -146,15 +147,8 @@ fn run_command(hooks: &Hooks, argv: &[String], format: ErrorFormat) -> Result<Ex
             stream::store(file, image_dir, &variables.cache_dir())?;
             data_check::run(&options, &variables)
         }
-        Command::Generate(args) => start_pool(None).and_then(|()| generate::ask::run(&args)),
-        Command::Eval(mut args) => {
-            start_pool(None)?;
-            let EvalArgs {
-                data, image_dir, ..
-            } = &mut *args;
-            stream::store(data, image_dir, &Variables::read().cache_dir())?;
-            generate::evaluate::run(&args)
-        }
+        Command::Generate(args) => generate::ask::run(&args, &mut Asking::new(hooks, argv)?),
+        Command::Eval(args) => generate::evaluate::run(*args, &mut Asking::new(hooks, argv)?),
         Command::Export(options) => start_pool(None).and_then(|()| export::export(&options)),
         Command::Import(options) => {
             start_pool(None).and_then(|()| export::import::import(&options))

@@ -324,6 +324,7 @@ fn supervise(
     let program = own_program()?;
     let supervisor = Supervisor {
         program: &program,
+        words: &[],
         processes: config.ranks_here(),
         share,
         output: &config.output,

@@ -15,6 +15,9 @@ pub struct RunGpu {
     pub uuid: Option<String>,
     /// Number of streaming multiprocessors. Kernels split their work accordingly.
     pub multiprocessors: u32,
+    /// CUDA compute capability as (major, minor), if known. Tiles and the use of cuBLASLt depend on it.
+    #[serde(default)]
+    pub compute_capability: Option<(u32, u32)>,
     /// Total memory of the GPU in bytes.
     pub memory_bytes: u64,
     /// Memory of the GPU in bytes that was free when the configuration was resolved; the total if unknown.
@@ -25,6 +28,18 @@ pub struct RunGpu {
     /// Implementation of matrix products (GEMM) on this GPU.
     #[serde(default)]
     pub products: Products,
+}
+
+#[cfg(feature = "cuda")]
+impl RunGpu {
+    /// What the choice of kernels depends on.
+    pub(crate) fn kind(&self) -> kernels::cuda::device_kind::DeviceKind {
+        kernels::cuda::device_kind::DeviceKind {
+            multiprocessors: self.multiprocessors,
+            compute_capability: self.compute_capability,
+            has_library: self.products == Products::CublasLt,
+        }
+    }
 }
 
 /// Implementation of matrix products (GEMM) on a GPU.

@@ -79,7 +79,7 @@ pub enum Source {
     },
 }
 
-/// What the ranks of a run do: train, or evaluate once.
+/// What the ranks of a run do: train, evaluate once, or answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
@@ -87,6 +87,8 @@ pub enum Task {
     Train,
     /// Load the checkpoint of `resume` and evaluate once. Writes no checkpoint.
     Evaluate,
+    /// Generate answers or evaluate samples for a subcommand. All parameters are frozen.
+    Answer,
 }
 
 /// Length of training, in optimizer updates or in epochs.
@@ -140,6 +142,12 @@ pub struct Lora {
     pub lora_rank: usize,
     /// LoRA `alpha`: the adapter's output is scaled by `alpha / r`, where `r` is the LoRA rank.
     pub lora_alpha: f64,
+    /// Whether the scale is `alpha / √r` instead (rsLoRA).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub use_rslora: bool,
+    /// LoRA+: learning rate of B, and of vectors that train too, as a multiple of the rate of A. `None`: one rate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loraplus_lr_ratio: Option<f64>,
     /// Dropout probability of the adapters' inputs during training.
     pub lora_dropout: f64,
     /// Modules that get adapters: names separated by commas, or a regular expression over whole module paths.
@@ -160,6 +168,11 @@ pub struct Lora {
 }
 
 impl Lora {
+    /// Scale of the adapters that the files of `adapter` give no other rank or alpha.
+    pub fn scale(&self) -> f64 {
+        models::lora::scale(self.lora_alpha, self.lora_rank, self.use_rslora)
+    }
+
     /// Modules that get adapters in a model of `family`: the setting, or else the family's default.
     #[must_use]
     pub fn target_modules(&self, family: Family) -> &str {
@@ -279,13 +292,16 @@ pub struct BatchConfig {
     pub global_batch: Option<usize>,
     /// Whether planning chooses the micro-batch size: the largest that fits the memory.
     pub find_batch: bool,
+    /// Most tokens of the samples in a micro-batch, which then replace their number. `None`: `micro_batch` samples.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens_per_batch: Option<usize>,
 }
 
 /// Configuration of a run: a value for every setting, as requested. Some values may still be `auto`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
-    /// What the ranks do: train, or evaluate once.
+    /// What the ranks do: train, evaluate once, or answer.
     pub task: Task,
     /// Where the model, its tokenizer and the samples come from.
     pub source: Source,

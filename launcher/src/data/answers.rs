@@ -86,10 +86,10 @@ impl Question {
         })
     }
 
-    /// Replaces the maximum number of answer tokens.
-    pub(crate) fn with_limit(self, max_new_tokens: usize) -> Self {
+    /// Replaces the maximum number of answer tokens, if one is given.
+    pub(crate) fn with_limit(self, max_new_tokens: Option<usize>) -> Self {
         Self {
-            max_new_tokens,
+            max_new_tokens: max_new_tokens.unwrap_or(self.max_new_tokens),
             ..self
         }
     }

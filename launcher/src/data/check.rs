@@ -1,10 +1,10 @@
 //! Check of every sample before training.
 
-use crate::config::RunConfig;
+use crate::config::{BatchConfig, RunConfig};
 use crate::data::images::{self, ImageCheck, share_budget};
 use crate::data::losses::ImageLosses;
 use crate::data::problems::{self, Context, Problem};
-use crate::data::{self, ReadSamples, Reading, SampleSet};
+use crate::data::{self, ReadSamples, Reading, SampleSet, Sampler};
 use crate::error::{ErrorCode, Failure};
 use crate::lang::{Text, both, text};
 use models::Processor;
@@ -119,14 +119,14 @@ pub(crate) fn check_samples(
 }
 
 /// Reads the samples in a rank, without the check that the supervisor has already made. With `--skip-bad-samples` the
-/// check runs again, to skip the same samples.
+/// check runs again, to skip the same samples, and with `--tokens-per-batch` to know their lengths.
 pub(crate) fn load(
     config: &RunConfig,
     path: &Path,
     limit: Option<usize>,
     processor: &dyn Processor,
 ) -> Result<SampleSet, Failure> {
-    if config.batch.skip_bad_samples {
+    if config.batch.skip_bad_samples || config.batch.tokens_per_batch.is_some() {
         return check(config, path, limit, processor, &mut |_| ());
     }
     share_budget(config);
@@ -154,13 +154,49 @@ pub(crate) fn load(
     })
 }
 
-/// Encodes the largest possible micro-batch: the samples with the most tokens plus image patches.
+/// Indices of the samples that the first update takes: the largest, if these come first.
+pub(crate) fn first_samples(config: &RunConfig, set: &SampleSet) -> Vec<usize> {
+    if !config.batch.worst_first {
+        return Vec::new();
+    }
+    let mut first = set.by_size();
+    if !set.mix().is_plain() {
+        let plain = BatchConfig {
+            tokens_per_batch: None,
+            ..config.batch
+        };
+        let plain = RunConfig {
+            batch: plain,
+            ..config.clone()
+        };
+        let taken = Sampler::of(&plain, set, &[]).of_first_epoch();
+        first.retain(|index| taken.contains(index));
+    }
+    first.truncate(config.global_batch());
+    first
+}
+
+/// Encodes the largest possible micro-batch: the samples with the most tokens plus image patches. With a budget of tokens
+/// it is the micro-batch with the most patches, filled up to the budget and supervised everywhere.
 pub(crate) fn largest(
     set: &SampleSet,
     config: &RunConfig,
     processor: &dyn Processor,
 ) -> Result<Vec<EncodedSample>, Failure> {
     let options = encode_options(config);
+    if let Some(most) = config.batch.tokens_per_batch {
+        check_budget(set, most)?;
+        let sampler = Sampler::of(config, set, &first_samples(config, set));
+        let patches =
+            |batch: &Vec<usize>| batch.iter().map(|i| set.sizes[*i].patches).sum::<usize>();
+        let batch = sampler.all_micro_batches().max_by_key(patches);
+        let batch = batch.unwrap_or_default();
+        let (samples, images) = (&set.samples, &set.images);
+        let mut worst =
+            data::encode_in_order(samples, images, processor, &options, &batch, batch.len())?;
+        fill(&mut worst, most, config.batch.model_max_length);
+        return Ok(worst);
+    }
     let (order, count) = (set.by_size(), config.batch.micro_batch);
     data::encode_in_order(
         &set.samples,
@@ -170,6 +206,58 @@ pub(crate) fn largest(
         &order,
         count,
     )
+}
+
+/// Adds samples of text, of at most `longest` tokens, up to `most` tokens together, and supervises every position.
+pub(crate) fn fill(samples: &mut Vec<EncodedSample>, most: usize, longest: usize) {
+    let tokens: usize = samples.iter().map(|sample| sample.input_ids.len()).sum();
+    let mut missing = most.saturating_sub(tokens);
+    while missing > 0 {
+        let tokens = missing.min(longest);
+        samples.push(EncodedSample {
+            input_ids: vec![0; tokens],
+            labels: vec![0; tokens],
+            image_bounds: Vec::new(),
+            slices: Vec::new(),
+            untruncated_tokens: tokens,
+        });
+        missing -= tokens;
+    }
+    for label in samples.iter_mut().flat_map(|sample| &mut sample.labels) {
+        *label = (*label).max(0);
+    }
+}
+
+/// Fails if a sample alone has more than `most` tokens.
+fn check_budget(set: &SampleSet, most: usize) -> Result<(), Failure> {
+    let tokens = |i: &usize| set.sizes[*i].tokens;
+    let Some(longest) = (0..set.sizes.len()).max_by_key(tokens) else {
+        return Ok(());
+    };
+    let tokens = tokens(&longest);
+    if tokens <= most {
+        return Ok(());
+    }
+    let index = set.index_in_file(longest);
+    Err(Failure::new(
+        ErrorCode::Samples,
+        text!(
+            "sample {index} has more tokens than --tokens-per-batch {most}",
+            "样本 {index} 的 token 多于 --tokens-per-batch {most}"
+        ),
+        text!(
+            "it has {tokens} tokens, and a sample is not divided",
+            "它有 {tokens} 个 token，而样本不会被拆分"
+        ),
+    )
+    .next(text!(
+        "--tokens-per-batch {tokens}   (the longest sample needs it)",
+        "--tokens-per-batch {tokens}   (最长的样本需要这么多)"
+    ))
+    .next(text!(
+        "--model-max-length {most}   (cuts longer samples)",
+        "--model-max-length {most}   (较长的样本会被截断)"
+    )))
 }
 
 /// Reads samples again that [`check`] has accepted, with the sizes that it found.

@@ -1,6 +1,7 @@
 //! Training data: samples of a file, their order over steps, and threads that prepare batches.
 
 pub(crate) mod answers;
+mod budget;
 pub(crate) mod check;
 pub(crate) mod files;
 pub(crate) mod images;
@@ -13,6 +14,7 @@ mod samples;
 pub(crate) mod stream;
 mod verdict_cache;
 
+pub use budget::Until;
 pub use loader::{Loader, LoaderOptions, Prepared};
 pub use mix::Mix;
 pub use sampler::{Sampler, SamplerSizes};

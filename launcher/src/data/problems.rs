@@ -5,8 +5,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use models::Processor;
-use models::data::{EncodeOptions, RawSample, SampleError};
-use models::image::ImageFolder;
+use models::data::{EncodeOptions, RawSample, SampleError, data_files};
+use models::image::{ImageFolder, is_inside};
 use serde::Serialize;
 
 use super::SampleSet;
@@ -17,6 +17,8 @@ use crate::units::grouped;
 pub(crate) const PROBLEMS_FILE: &str = "data_problems.jsonl";
 /// Maximum samples listed in a report; the others are only counted.
 const LISTED: usize = 5;
+/// Most entries of a directory among which one with the images is looked for.
+const SEARCHED: usize = 256;
 /// Characters of text that a message shows around an image placeholder.
 const EXCERPT: usize = 24;
 
@@ -326,6 +328,14 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Text>
         .filter(|problem| problem.kind == Kind::TooLong)
         .collect();
     let mut lines = Vec::new();
+    if let Some((directory, image)) = image_directory(context, problems) {
+        lines.push(text!(
+            "--image-dir {}   ({} is there)",
+            "--image-dir {}   ({} 在该目录中)",
+            directory.display(),
+            image.display()
+        ));
+    }
     if problems.iter().any(|problem| problem.kind == Kind::NoImage) {
         let text = both(
             "--text-without-cross true skips the cross attention for samples without an image",
@@ -368,6 +378,35 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Text>
         }
     }
     lines
+}
+
+/// A directory near the data that has the first missing image, and its path in the sample.
+fn image_directory<'c>(context: &Context<'c>, problems: &[Problem]) -> Option<(PathBuf, &'c Path)> {
+    let images = problems
+        .iter()
+        .filter(|problem| problem.kind == Kind::Image)
+        .filter_map(|problem| context.samples.get(problem.index))
+        .flat_map(|sample| &sample.images);
+    let missing = images.map(|(_, path)| path.as_path()).find(|path| {
+        let file = context.images.file(path);
+        path.is_relative() && !is_inside(path) && file.is_none_or(|file| !file.is_file())
+    })?;
+    let data = data_files(context.path).into_iter().next()?;
+    let beside = std::path::absolute(data).ok()?.parent()?.to_owned();
+    let mut near = vec![PathBuf::from("."), beside.clone()];
+    for directory in std::iter::once(&*beside).chain(beside.parent()) {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        let mut inner: Vec<PathBuf> = entries.take(SEARCHED).map(|entry| entry.path()).collect();
+        inner.sort();
+        near.extend(inner.into_iter().filter(|path| path.is_dir()));
+    }
+    let found = near.into_iter().find(|near| near.join(missing).is_file())?;
+    let here = std::env::current_dir().unwrap_or_default();
+    let found = match found.strip_prefix(&here) {
+        Ok(inside) if !inside.as_os_str().is_empty() => inside.to_owned(),
+        _ => found,
+    };
+    Some((found, missing))
 }
 
 /// Writes one row per problem to `data_problems.jsonl` in `directory`.

@@ -9,7 +9,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::SampleSet;
+use super::budget::{Budget, Until};
 use super::mix::Mix;
+use crate::config::{Length, RunConfig};
 
 /// Rounds of the Feistel network; each mixes one half into the other.
 const ROUNDS: u64 = 6;
@@ -26,6 +29,8 @@ pub struct Sampler {
     mix: Option<Arc<Mix>>,
     /// Swaps in the order of the first epoch, as a map from the sample of the shuffled order to the one used instead.
     moved: Arc<BTreeMap<u64, u64>>,
+    /// Where steps begin that take as many samples as a budget of tokens allows.
+    budget: Option<Arc<Budget>>,
 }
 
 /// Sizes that determine the data order of a [`Sampler`]. Each is at least 1.
@@ -65,7 +70,63 @@ impl Sampler {
             seed,
             mix: None,
             moved: Arc::default(),
+            budget: None,
         }
+    }
+
+    /// Sampler of a run over `set`, whose samples are measured if a budget of tokens fills the micro-batches. The first
+    /// update takes the samples `first`.
+    pub(crate) fn of(config: &RunConfig, set: &SampleSet, first: &[usize]) -> Self {
+        let mix = set.mix();
+        let sizes = SamplerSizes {
+            samples: mix.per_epoch(),
+            world_size: config.data_ranks(),
+            micro_batch: config.batch.micro_batch,
+            accumulation_steps: config.batch.accumulation_steps,
+        };
+        let sampler = Self::new(sizes, config.seed)
+            .mixing(mix)
+            .beginning_with(first);
+        let Some(most) = config.batch.tokens_per_batch else {
+            return sampler;
+        };
+        let until = match config.length {
+            Length::Steps(steps) => Until::Steps(steps),
+            Length::Epochs(epochs) => {
+                let samples = (epochs * sizes.samples as f64 - 1e-9).ceil();
+                Until::Samples(samples as u64)
+            }
+        };
+        let tokens = set.sizes.iter().map(|size| size.tokens).collect();
+        sampler.filling(most, tokens, until)
+    }
+
+    /// Fills each micro-batch with samples of at most `most` tokens together. `tokens` are those of each sample.
+    #[must_use]
+    pub fn filling(mut self, most: usize, tokens: Vec<usize>, until: Until) -> Self {
+        let count = self.micro_batches();
+        let budget = Budget::new(most, tokens, count, until, |position| self.at(position));
+        self.budget = Some(Arc::new(budget));
+        self
+    }
+
+    /// Number of updates of the run that `config` describes.
+    pub(crate) fn total_steps(&self, config: &RunConfig) -> u64 {
+        match &self.budget {
+            Some(budget) => budget.steps(),
+            None => config.total_steps(self.samples as usize),
+        }
+    }
+
+    /// The samples of every micro-batch of a run with a budget of tokens; none without.
+    pub(crate) fn all_micro_batches(&self) -> impl Iterator<Item = Vec<usize>> {
+        let budget = self.budget.iter();
+        budget
+            .flat_map(|budget| (0..budget.steps()).map(move |step| (budget, step)))
+            .flat_map(|(budget, step)| {
+                budget.micro_batches(step, self.micro_batches(), |at| self.at(at))
+            })
+            .map(|positions| positions.iter().map(|at| self.at(*at)).collect())
     }
 
     /// Takes each file of `mix` as often as its weight says. The sampler's number of samples is that of an epoch.
@@ -138,16 +199,25 @@ impl Sampler {
 
     /// Positions of one rank's micro-batch in the endless stream of samples over all epochs; `step` and
     /// `micro_step` count from 0. A position identifies one use of a sample.
-    pub fn positions(&self, step: u64, micro_step: u64, rank: usize) -> std::ops::Range<u64> {
-        let start = ((step * self.accumulation_steps + micro_step) * self.world_size + rank as u64)
-            * self.micro_batch;
-        start..start + self.micro_batch
+    pub fn positions(&self, step: u64, micro_step: u64, rank: usize) -> Vec<u64> {
+        let number = micro_step * self.world_size + rank as u64;
+        if let Some(budget) = &self.budget {
+            let mut batches =
+                budget.micro_batches(step, self.micro_batches(), |position| self.at(position));
+            return batches.swap_remove(number as usize);
+        }
+        let start = step * self.global_batch() + number * self.micro_batch;
+        (start..start + self.micro_batch).collect()
+    }
+
+    const fn micro_batches(&self) -> usize {
+        (self.accumulation_steps * self.world_size) as usize
     }
 
     /// Indices, among the training samples, of the samples in one micro-batch of one rank. `step` and
     /// `micro_step` count from 0.
     pub fn indices(&self, step: u64, micro_step: u64, rank: usize) -> Vec<usize> {
-        let positions = self.positions(step, micro_step, rank);
+        let positions = self.positions(step, micro_step, rank).into_iter();
         positions.map(|position| self.at(position)).collect()
     }
 
@@ -156,7 +226,24 @@ impl Sampler {
         self.samples
     }
 
-    /// Number of samples per optimizer step (global batch size): over all ranks and their micro-batches.
+    /// Number of samples in the first `steps` steps of the run.
+    pub fn used(&self, steps: u64) -> u64 {
+        match &self.budget {
+            Some(budget) => budget.before(steps),
+            None => steps * self.global_batch(),
+        }
+    }
+
+    /// Number of steps that the first epoch takes, the last of which may go beyond it.
+    pub(crate) fn steps_per_epoch(&self) -> u64 {
+        match &self.budget {
+            Some(budget) => budget.steps_for(self.samples),
+            None => self.samples.div_ceil(self.global_batch()),
+        }
+    }
+
+    /// Number of samples per optimizer step without a budget of tokens (global batch size): over all ranks and their
+    /// micro-batches.
     pub const fn global_batch(&self) -> u64 {
         self.micro_batch * self.accumulation_steps * self.world_size
     }
@@ -164,14 +251,15 @@ impl Sampler {
     /// Number of samples per optimizer step over all ranks, if the dataset has fewer, so that samples repeat
     /// within a step. `None` otherwise.
     pub fn wraps_around(&self) -> Option<usize> {
-        let batch = self.global_batch();
+        let budget = self.budget.as_ref();
+        let batch = budget.map_or(self.global_batch(), |budget| budget.largest_step());
         (batch > self.samples).then_some(batch as usize)
     }
 
     /// Number of passes over the training samples after `steps` steps of the run; 1.5 is halfway through the
     /// second epoch.
     pub fn epochs_after(&self, steps: u64) -> f64 {
-        (steps * self.global_batch()) as f64 / self.samples as f64
+        self.used(steps) as f64 / self.samples as f64
     }
 
     /// Whether an epoch ended within step number `steps` of the run, counted from 1; false for 0.
@@ -179,7 +267,7 @@ impl Sampler {
         if steps == 0 {
             return false;
         }
-        let epoch = |steps: u64| steps * self.global_batch() / self.samples;
+        let epoch = |steps: u64| self.used(steps) / self.samples;
         epoch(steps) > epoch(steps - 1)
     }
 
@@ -365,6 +453,31 @@ mod tests {
             counts.iter().all(|&count| (880..1120).contains(&count)),
             "{counts:?}"
         );
+    }
+
+    #[test]
+    fn a_budget_of_tokens_takes_the_same_samples_at_any_number_of_ranks() {
+        let lengths: Vec<usize> = (0..40).map(|i| 1 + i * i % 23).collect();
+        let of = |world, accumulation| {
+            sampler(40, world, 1, accumulation).filling(30, lengths.clone(), Until::Samples(80))
+        };
+        let (one, two) = (of(1, 4), of(2, 2));
+        assert_eq!(one.used(9), two.used(9));
+        let stream = stream(&one, 12);
+        assert_eq!(stream, tests::stream(&two, 12));
+        // A batch of four samples would have up to 92 tokens.
+        for rank in 0..2 {
+            let batch = two.indices(5, 1, rank);
+            assert!(batch.iter().map(|i| lengths[*i]).sum::<usize>() <= 30);
+        }
+        let plain = sampler(40, 1, 1, 1);
+        let first: Vec<usize> = (0..one.used(1)).map(|at| plain.at(at)).collect();
+        let mut own: Vec<usize> = stream[..first.len()].to_vec();
+        own.sort_unstable();
+        let mut first_sorted = first;
+        first_sorted.sort_unstable();
+        assert_eq!(own, first_sorted, "the first samples of the stream");
+        assert!(one.epochs_after(one.budget.as_ref().expect("a budget").steps()) >= 2.0);
     }
 
     #[test]

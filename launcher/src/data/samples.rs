@@ -131,19 +131,42 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
             "check the path; relative paths start at the current directory",
             "请检查路径；相对路径以当前目录为起点",
         )),
-        DataError::Json { path, reason, .. } => {
+        DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. }
+            if refuses_key(reason) =>
+        {
+            let failure = match looks_like(path).or(format) {
+                Some(form) => failure.next(text!(
+                    "the file has the form {}: {}; another form does not help",
+                    "该文件是 {} 格式：{}；换一种格式没有用",
+                    form.name(),
+                    form.shape()
+                )),
+                None => failure,
+            };
+            failure.next(both(
+                "change or remove what the cause names, or leave out the samples that have it",
+                "请修改或删除原因中指出的内容，或去掉含有它的样本",
+            ))
+        }
+        DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. } => {
             let failure = match syntax_hint(reason) {
                 Some(hint) => failure.next(hint),
                 None => failure,
             };
-            match format.or_else(|| looks_like(path)) {
-                Some(form) => failure.next(text!(
+            match (looks_like(path), format) {
+                (Some(form), Some(given)) if form != given => failure.next(text!(
+                    "--data-format {}   (the file looks like it: {})",
+                    "--data-format {}   (该文件看起来是这种格式：{})",
+                    form.name(),
+                    form.shape()
+                )),
+                (Some(form), _) | (None, Some(form)) => failure.next(text!(
                     "the file looks like the form {}: {}; --data-format names another",
                     "该文件看起来是 {} 格式：{}；可用 --data-format 指定另一种",
                     form.name(),
                     form.shape()
                 )),
-                None => failure.next(text!(
+                (None, None) => failure.next(text!(
                     "write the samples in one of the forms {}",
                     "请按以下格式之一书写样本：{}",
                     forms()
@@ -183,6 +206,16 @@ fn looks_like(path: &Path) -> Option<DataFormat> {
     ]
     .into_iter()
     .find_map(|(all, format)| words(all).then_some(format))
+}
+
+/// Whether a reader's `reason` names a key that no form reads, so that another form does not help.
+fn refuses_key(reason: &str) -> bool {
+    let about = [
+        "is not supported",
+        "a run learns every answer",
+        "is no directory of frames",
+    ];
+    reason.contains('"') && about.iter().any(|words| reason.contains(words))
 }
 
 /// What JSON demands, if the parser stopped at something that other languages allow, or within an entry.

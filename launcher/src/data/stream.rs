@@ -7,6 +7,7 @@ use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// What stands for standard input.
 const STDIN: [&str; 2] = ["-", "/dev/stdin"];
@@ -14,6 +15,8 @@ const STDIN: [&str; 2] = ["-", "/dev/stdin"];
 const OPEN_FILES: [&str; 2] = ["/dev/fd", "/proc/self/fd"];
 /// Name of the directory with the copies, inside the cache directory.
 const COPIES: &str = "streams";
+/// Copies that nobody has used for so long are removed.
+const KEPT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Bytes that are copied at a time.
 const BLOCK_BYTES: usize = 1 << 16;
 
@@ -106,6 +109,34 @@ fn stream(part: &Path) -> Option<(PathBuf, String)> {
     (named || open || is_stream() == Some(true)).then_some((path, weight))
 }
 
+/// Ending of a file's name that says what is in the file `path`: the first line of a CSV file names columns.
+fn ending_of(path: &Path) -> &'static str {
+    let mut start = Vec::new();
+    let read = File::open(path).map(|file| file.take(BLOCK_BYTES as u64).read_to_end(&mut start));
+    let start = read.map_or(String::new().into(), |_| String::from_utf8_lossy(&start));
+    let text = start.trim_start_matches('\u{feff}').trim_start();
+    let first = text.lines().next().unwrap_or_default();
+    match !first.starts_with(['{', '[']) && first.contains(',') {
+        true => "csv",
+        false => "json",
+    }
+}
+
+/// Removes copies that nobody has written or read for a while. One that cannot be removed stays.
+fn remove_old(directory: &Path) {
+    let old = |entry: &fs::DirEntry| {
+        let file = entry.metadata().ok()?;
+        let used = [file.modified().ok(), file.accessed().ok()];
+        let age = used.into_iter().flatten().max()?.elapsed().ok()?;
+        Some(age > KEPT)
+    };
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        if old(&entry) == Some(true) {
+            drop(fs::remove_file(entry.path()));
+        }
+    }
+}
+
 /// The file below `cache` with the content of the stream `path`, named by its content.
 fn copied(path: &Path, cache: &Path) -> Result<PathBuf, Failure> {
     let is_stdin = STDIN.iter().any(|name| path == Path::new(name));
@@ -126,6 +157,7 @@ fn copied(path: &Path, cache: &Path) -> Result<PathBuf, Failure> {
     let unread =
         |error: io::Error| Failure::io(ErrorCode::DataFile, both("read", "读取"), path, &error);
     fs::create_dir_all(&directory).map_err(disk)?;
+    remove_old(&directory);
     let mut input: Box<dyn Read> = match is_stdin {
         true => Box::new(io::stdin().lock()),
         false => Box::new(File::open(path).map_err(unread)?),
@@ -145,10 +177,8 @@ fn copied(path: &Path, cache: &Path) -> Result<PathBuf, Failure> {
         output.write_all(&block[..read]).map_err(disk)?;
     }
     output.sync_all().map_err(disk)?;
-    let ending = path
-        .extension()
-        .and_then(|ending| ending.to_str())
-        .unwrap_or("json");
+    let ending = path.extension().and_then(|ending| ending.to_str());
+    let ending = ending.unwrap_or(ending_of(&started));
     let stored = directory.join(format!("{}.{ending}", hasher.finalize().to_hex()));
     fs::rename(&started, &stored).map_err(disk)?;
     Ok(stored)

@@ -13,15 +13,10 @@ pub(crate) struct Cover {
 #[cfg(feature = "cuda")]
 mod of_cuda {
     use super::{Backend, Cover, KernelList, RunGpu};
-    use crate::config::Products;
     use kernels::verify;
 
-    fn multiplies(gpu: &RunGpu) -> bool {
-        gpu.products == Products::CublasLt
-    }
-
     pub(crate) fn cover(of: &KernelList, gpu: &RunGpu) -> Cover {
-        let cover = verify::cover(of, gpu.multiprocessors, multiplies(gpu));
+        let cover = verify::cover(of, gpu.kind());
         Cover {
             checks: cover.checks.into_iter().map(|check| check.name).collect(),
             uncovered: cover.uncovered,
@@ -37,11 +32,7 @@ mod of_cuda {
 
     pub(crate) fn compile(names: &[String], gpu: &RunGpu, device: &dyn Backend) {
         let checks = verify::named(names);
-        device.compile_ahead(&verify::kernels(
-            &checks,
-            gpu.multiprocessors,
-            multiplies(gpu),
-        ));
+        device.compile_ahead(&verify::kernels(&checks, gpu.kind()));
     }
 
     pub(crate) fn run(

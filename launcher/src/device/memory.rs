@@ -4,8 +4,6 @@ use std::sync::Arc;
 
 use kernels::Backend;
 
-#[cfg(feature = "cuda")]
-use crate::config::Products;
 use crate::config::RunConfig;
 
 /// An arena is larger than its plan by this share (one part in 16), and by at least `SLACK_BYTES`, if the memory is
@@ -14,13 +12,11 @@ use crate::config::RunConfig;
 const SLACK_SHARE: u64 = 16;
 const SLACK_BYTES: u64 = 33 << 20;
 
-/// Meta devices that stand for the GPUs of `config` in a dry run: one per number of multiprocessors and library for
-/// matrix products. Empty on the CPU.
+/// Meta devices that stand for the GPUs of `config` in a dry run: one per kind. Empty on the CPU.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
-    let kind =
-        |gpu: &crate::config::RunGpu| (gpu.multiprocessors, gpu.products == Products::CublasLt);
-    let kinds: std::collections::BTreeMap<(u32, bool), &crate::config::RunGpu> =
+    let kind = |gpu: &crate::config::RunGpu| gpu.kind();
+    let kinds: std::collections::BTreeMap<_, &crate::config::RunGpu> =
         config.gpus.iter().map(|gpu| (kind(gpu), gpu)).collect();
     kinds.into_values().filter_map(counting_of).collect()
 }
@@ -28,9 +24,8 @@ pub(crate) fn counting(config: &RunConfig) -> Vec<Arc<dyn Backend>> {
 /// Meta device that stands for `gpu`.
 #[cfg(feature = "cuda")]
 pub(crate) fn counting_of(gpu: &crate::config::RunGpu) -> Option<Arc<dyn Backend>> {
-    let multiplies = gpu.products == Products::CublasLt;
     let counting = kernels::cuda::CudaBackend::counting;
-    Some(Arc::new(counting(gpu.multiprocessors, multiplies)))
+    Some(Arc::new(counting(gpu.kind())))
 }
 
 /// A build without CUDA has no meta device for GPUs.

@@ -9,7 +9,7 @@ pub mod survey;
 mod tests;
 
 use crate::config::{
-    Collectives, CudaGraph, Device, DeviceChoice, Offload, Products, RunConfig, RunGpu, Tier,
+    Collectives, CudaGraph, Device, DeviceChoice, Offload, Products, RunConfig, RunGpu, Task, Tier,
 };
 use crate::lang::{Both, Text, both, text};
 use std::fmt;
@@ -33,7 +33,7 @@ const MASK: &str = "CUDA_VISIBLE_DEVICES";
 /// End of `launcher doctor`'s findings if CUDA shows no GPU; runs cut it off.
 const INSTEAD: Both = both(": runs use the CPU", "：运行使用 CPU");
 
-/// Source of GPUs: those of the machine, or emulated ones in tests.
+/// Source of GPUs: those of the machine, or described ones in unit tests.
 pub trait Devices: Sync + fmt::Debug {
     /// Facts about driver and GPUs; never fails. Ordinals are CUDA's for this process.
     fn survey(&self, variables: &Variables) -> (Cuda, Vec<Gpu>);
@@ -175,7 +175,9 @@ impl Chosen {
                         bytes(gpu.free_bytes),
                     )
                 }));
-                lines.push(resting(&config.offload));
+                if config.task != Task::Answer {
+                    lines.push(resting(&config.offload));
+                }
                 if config.world_size > 1 {
                     lines.push(carried(config));
                 }
@@ -449,6 +451,7 @@ fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
         name: gpu.name.clone().unwrap_or_else(|| "unnamed".to_owned()),
         uuid: gpu.uuid.clone(),
         multiprocessors: gpu.multiprocessors?,
+        compute_capability: gpu.compute_capability,
         memory_bytes,
         free_bytes: gpu.free_bytes.unwrap_or(memory_bytes),
         peers: gpu.peers.clone().unwrap_or_default(),

@@ -354,9 +354,15 @@ fn an_arena_is_larger_than_its_plan_where_memory_allows() {
 #[cfg(feature = "cuda")]
 #[test]
 fn an_arena_has_room_for_the_largest_block_in_another_order() {
-    use kernels::{DType, Shape, Tag, cuda::CudaBackend};
+    use kernels::cuda::{CudaBackend, device_kind::DeviceKind};
+    use kernels::{DType, Shape, Tag};
 
-    let device = CudaBackend::counting_within(1, true, arena_bytes(34 << 20, None));
+    let kind = DeviceKind {
+        multiprocessors: 1,
+        compute_capability: None,
+        has_library: true,
+    };
+    let device = CudaBackend::counting_within(kind, arena_bytes(34 << 20, None));
     let block = |mib: usize| {
         let shape = Shape::new(&[mib << 18]);
         device

@@ -6,7 +6,7 @@ use crate::error::parts::{base_name, part};
 use crate::error::{Failure, chain, failures};
 use crate::lang::both;
 use crate::ui::TrainRow;
-use engine::OptimizerConfig;
+use engine::{OptimizerConfig, ParamSpec};
 use models::VisionLanguageModel;
 use models::selection::Selection;
 use optim::AdamW;
@@ -19,13 +19,11 @@ pub(crate) fn trained_parts(
     config: &RunConfig,
     model: &dyn VisionLanguageModel,
 ) -> Result<Vec<TrainRow>, Failure> {
-    let rates = learning_rates(config)?;
+    let rates = Rates::new(config)?;
     let mut rows: Vec<TrainRow> = Vec::new();
     for param in model.spec().params.iter().filter(|param| param.trainable) {
         let name = base_name(&param.name);
-        let rate = rates.iter().find(|(_, part, _)| part.contains(name));
-        let lr = rate.map_or(config.optimizer.learning_rate, |(.., rate)| *rate);
-        let lr = lr * config.lr_factor();
+        let lr = rates.of(param) * config.lr_factor();
         let adapter = if name.len() < param.name.len() {
             " (adapters)"
         } else {
@@ -48,6 +46,37 @@ pub(crate) fn trained_parts(
         }
     }
     Ok(rows)
+}
+
+/// Learning rates of single parameters.
+struct Rates<'c> {
+    parts: Vec<(&'c str, Selection, f64)>,
+    learning_rate: f64,
+    /// LoRA+: factor of B and of vectors.
+    ratio: f64,
+}
+
+impl<'c> Rates<'c> {
+    fn new(config: &'c RunConfig) -> Result<Self, Failure> {
+        let lora = config.trainable.lora.as_ref();
+        Ok(Self {
+            parts: learning_rates(config)?,
+            learning_rate: config.optimizer.learning_rate,
+            ratio: lora.and_then(|lora| lora.loraplus_lr_ratio).unwrap_or(1.0),
+        })
+    }
+
+    /// Peak learning rate of `param` before the factor of the batch size.
+    fn of(&self, param: &ParamSpec) -> f64 {
+        let name = base_name(&param.name);
+        let own = self.parts.iter().find(|(_, part, _)| part.contains(name));
+        let rate = own.map_or(self.learning_rate, |(.., rate)| *rate);
+        // The rule of the authors, which peft, LLaMA-Factory and ms-swift share.
+        match param.name.ends_with(".lora_B.weight") || param.shape.rank() == 1 {
+            true => rate * self.ratio,
+            false => rate,
+        }
+    }
 }
 
 /// Learning rates of parts: text of the selection, the selection, and the rate.
@@ -83,8 +112,8 @@ pub(crate) fn optimizer(
             chain(&e),
         )
     })?;
-    let rates = learning_rates(config)?;
-    for (_, selection, _) in &rates {
+    let rates = Rates::new(config)?;
+    for (_, selection, _) in &rates.parts {
         let names = model.spec().params.iter().map(|p| base_name(&p.name));
         selection
             .check(names)
@@ -101,7 +130,8 @@ pub(crate) fn optimizer(
             None => Ok(spared),
         })
         .map_err(|e| failures::selection("--no-decay", &e))?;
-    let options = |name: &str| {
+    let options = |param: &ParamSpec| {
+        let name = &*param.name;
         let mut options = groups.options(name, optim::groups::is_norm_name(name));
         if let Some(spared) = &spared {
             let decays = !spared.contains(base_name(name));
@@ -111,20 +141,13 @@ pub(crate) fn optimizer(
                 0.0
             };
         }
-        if let Some((.., rate)) = rates
-            .iter()
-            .find(|(_, part, _)| part.contains(base_name(name)))
-        {
+        let rate = rates.of(param);
+        if rate != settings.learning_rate {
             options.lr_scale = (rate / settings.learning_rate) as f32;
         }
         options
     };
-    let groups = model
-        .spec()
-        .params
-        .iter()
-        .map(|p| options(&p.name))
-        .collect();
+    let groups = model.spec().params.iter().map(options).collect();
     Ok(OptimizerConfig {
         rule: Arc::new(rule(config)),
         groups,

@@ -4,10 +4,9 @@ use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
 use super::{quantize, stages};
 use crate::config::{
-    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Tier,
-    check_family,
+    Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Task,
+    Tier, check_family,
 };
-use crate::data::{Mix, Sampler, SamplerSizes};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
@@ -236,7 +235,13 @@ fn plan_of(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Plan, Fa
         let counts = stages::counts(config, model, &zero)?;
         zero.slice = Some(Slice { counts, stage: 0 });
     }
-    Plan::new(model.spec().clone(), zero, config.data_ranks())
+    let mut spec = model.spec().clone();
+    if config.task == Task::Answer {
+        spec.params
+            .iter_mut()
+            .for_each(|param| param.trainable = false);
+    }
+    Plan::new(spec, zero, config.data_ranks())
         .map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))
 }
 
@@ -291,6 +296,7 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
         },
         layers: lora.layers.clone(),
         per_projection: lora.per_projection,
+        use_rslora: lora.use_rslora,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
     });
     options.packed = quantize::packed(config)?;
@@ -362,19 +368,6 @@ pub(crate) fn second_bytes_per_elem(config: &RunConfig) -> u64 {
     };
     let states = rule.state_bytes_per_elem(precision);
     (precision.weight_dtype().size_bytes() + states) as u64
-}
-
-/// Sampler for the samples of `mix`. The first update takes the samples `first`.
-pub(crate) fn sampler(config: &RunConfig, mix: Mix, first: &[usize]) -> Sampler {
-    let sizes = SamplerSizes {
-        samples: mix.per_epoch(),
-        world_size: config.data_ranks(),
-        micro_batch: config.batch.micro_batch,
-        accumulation_steps: config.batch.accumulation_steps,
-    };
-    Sampler::new(sizes, config.seed)
-        .mixing(mix)
-        .beginning_with(first)
 }
 
 /// Whether a unit's activations are stored instead of being recomputed in backward.

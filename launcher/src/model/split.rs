@@ -9,7 +9,6 @@ use kernels::Tensor;
 use models::VisionLanguageModel;
 use models::params::ADAPTER_PREFIX;
 use std::collections::BTreeMap;
-use std::ops::Mul;
 
 /// Rows of the projections of the layer whose B is `name`; `None` for other tensors.
 fn parts<'m>(model: &'m dyn VisionLanguageModel, name: &str) -> Option<&'m [usize]> {
@@ -56,37 +55,18 @@ fn block_diagonal(b: &[f32], parts: &[usize]) -> Vec<f32> {
     joined
 }
 
-/// `one` times the number of projections, by the last component of the layers' paths. Ranks and alphas grow alike, so
-/// the scale stays the same.
-pub(crate) fn patterns<T: Mul<Output = T> + Copy + FromCount>(
+/// `value` of the number of projections of each layer, by the last component of the layers' paths.
+pub(crate) fn patterns<T>(
     model: &dyn VisionLanguageModel,
-    one: T,
+    value: impl Fn(usize) -> T,
 ) -> BTreeMap<&str, T> {
     let layers = model.split_adapters().iter();
     layers
         .map(|(path, parts)| {
             let last = path.rsplit('.').next().unwrap_or(path);
-            (last, one * T::from_count(parts.len()))
+            (last, value(parts.len()))
         })
         .collect()
-}
-
-/// Conversion of a `usize` count into the number type of [`patterns`].
-pub(crate) trait FromCount {
-    /// `count` as a number of this type.
-    fn from_count(count: usize) -> Self;
-}
-
-impl FromCount for usize {
-    fn from_count(count: usize) -> Self {
-        count
-    }
-}
-
-impl FromCount for f32 {
-    fn from_count(count: usize) -> Self {
-        count as Self
-    }
 }
 
 #[cfg(test)]

@@ -168,18 +168,15 @@ impl DiskCheck {
     }
 }
 
-/// Number of saves in a run of `total` updates over `samples` samples.
-pub(crate) fn saves(config: &RunConfig, total: u64, samples: usize) -> u64 {
+/// Number of saves in a run of `total` updates, of which an epoch has `epoch`.
+pub(crate) fn saves(config: &RunConfig, total: u64, epoch: u64) -> u64 {
     match config.save {
         Cadence::Never => 0,
         Cadence::End => 1,
         Cadence::Steps(_) | Cadence::Share(_) => {
             total.div_ceil(config.save.steps(total).unwrap_or(total))
         }
-        Cadence::Epoch => {
-            let epoch = (samples as u64).div_ceil(config.global_batch() as u64);
-            total.div_ceil(epoch.max(1))
-        }
+        Cadence::Epoch => total.div_ceil(epoch.max(1)),
     }
 }
 
@@ -268,7 +265,6 @@ mod tests {
             let due = |step: &u64| config.save.is_due(*step, total, step.is_multiple_of(epoch));
             (1..=total).filter(due).count() as u64
         };
-        let batch = config.global_batch();
         for cadence in [
             Cadence::Never,
             Cadence::End,
@@ -279,7 +275,7 @@ mod tests {
             config.save = cadence;
             for total in 1..12 {
                 assert_eq!(
-                    saves(&config, total, 4 * batch),
+                    saves(&config, total, 4),
                     by_loop(&config, total, 4),
                     "{cadence:?} {total}"
                 );

@@ -3,7 +3,7 @@
 use super::fixed::{self, Fixed};
 use super::memory_plans::{self, MemoryPlans};
 use super::stages::{StageRun, Transfer};
-use crate::config::{RunConfig, RunGpu, RunPlan};
+use crate::config::{RunConfig, RunGpu, RunPlan, Task};
 use crate::device;
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
@@ -37,7 +37,7 @@ pub(crate) struct Work<'a> {
 /// Largest batches of an evaluation.
 #[derive(Debug)]
 pub(crate) struct HeldOut<'a> {
-    /// The longest held-out sample, as a batch of one, to compute its loss.
+    /// The longest held-out sample, as a batch of one, to compute its loss. Empty if no loss is computed.
     pub(crate) longest: &'a [EncodedSample],
     /// The longest held-out questions, as one batch, to generate answers.
     pub(crate) prompts: Vec<Prompt<'a>>,
@@ -124,6 +124,14 @@ pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Fail
     let count = || -> Result<(), ModelError> {
         let rule = Arc::new(rule(run));
         let mut dry_run = DryRun::on_discrete_device(Arc::new(plan), rule, counting.clone())?;
+        if run.task == Task::Answer {
+            let prompt = Prompt {
+                input: SampleInput::from(&sample[0]),
+                index: 0,
+                max_new_tokens: 2,
+            };
+            return answer(&*model, &dry_run, &sample, &[prompt]);
+        }
         micro_batch(run, &*model, &dry_run, &sample, &mut || (), &mut || ())?;
         Ok(dry_run.take_step()?)
     };
@@ -202,6 +210,29 @@ fn of_stages(
     Ok(RankMemory::of_stages(memories, boundaries))
 }
 
+/// Dry run of an evaluation: the loss of `samples` in one pass, if there are any, and answers to `prompts`.
+///
+/// # Errors
+/// A sample does not fit the model.
+fn answer(
+    model: &dyn VisionLanguageModel,
+    dry_run: &DryRun,
+    samples: &[EncodedSample],
+    prompts: &[Prompt<'_>],
+) -> Result<(), ModelError> {
+    if !samples.is_empty() {
+        let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+        dry_run.begin_pass(PassKind::Infer);
+        let batch = model.collate(&samples, &**dry_run.backend())?;
+        drop(model.forward(&Tape::inference(&**dry_run), &batch)?);
+        drop(batch);
+        dry_run.end_pass()?;
+    }
+    let begin = || dry_run.begin_pass(PassKind::Infer);
+    let end = || Ok(dry_run.end_pass()?);
+    dry_run_answers(model, &**dry_run, prompts, &begin, &end)
+}
+
 struct Run<'a> {
     config: &'a RunConfig,
     model: &'a dyn VisionLanguageModel,
@@ -228,8 +259,10 @@ impl<'a> Run<'a> {
         let mut memory_plan = None;
         let dry_run = match devices {
             Some([device, other]) => {
-                let mut memory_plans = MemoryPlans::new(config, plan, other)?;
-                memory_plan = Some(memory_plans.of(config, model, work.train)?);
+                if config.task != Task::Answer {
+                    let mut memory_plans = MemoryPlans::new(config, plan, other)?;
+                    memory_plan = Some(memory_plans.of(config, model, work.train)?);
+                }
                 DryRun::on_discrete_device(plan.clone(), rule, device)
             }
             None => DryRun::new(plan.clone(), rule),
@@ -250,6 +283,9 @@ impl<'a> Run<'a> {
     fn all(&mut self) -> Result<(), ModelError> {
         self.mark(Phase::Load);
         self.evaluate()?;
+        if self.config.task == Task::Answer {
+            return Ok(());
+        }
         for _ in 0..2 {
             if self.stage.is_some() {
                 self.window()?;
@@ -357,17 +393,12 @@ impl<'a> Run<'a> {
             self.mark(Phase::Eval);
             return Ok(());
         }
-        let samples: Vec<SampleInput<'_>> =
-            held_out.longest.iter().map(SampleInput::from).collect();
-        let dry_run = &self.dry_run;
-        dry_run.begin_pass(PassKind::Infer);
-        let batch = self.model.collate(&samples, &**dry_run.backend())?;
-        drop(self.model.forward(&Tape::inference(&**dry_run), &batch)?);
-        drop(batch);
-        dry_run.end_pass()?;
-        let begin = || dry_run.begin_pass(PassKind::Infer);
-        let end = || Ok(dry_run.end_pass()?);
-        dry_run_answers(self.model, &**dry_run, &held_out.prompts, &begin, &end)?;
+        answer(
+            self.model,
+            &self.dry_run,
+            held_out.longest,
+            &held_out.prompts,
+        )?;
         self.mark(Phase::Eval);
         Ok(())
     }

@@ -16,15 +16,26 @@ const MAX_MICRO_BATCH: usize = 4096;
 /// Line with samples per update and learning rate, and how both are computed.
 pub(crate) fn line(config: &RunConfig) -> Event {
     let batch = &config.batch;
-    let mut text = text!(
-        "{} per rank × {} accumulated × {} ranks = {} samples per update · learning rate {:.1e}",
-        "每个 rank {} × 累积 {} 次 × {} 个 rank = 每次更新 {} 个样本 · 学习率 {:.1e}",
-        batch.micro_batch,
-        batch.accumulation_steps,
-        config.data_ranks(),
-        grouped(config.global_batch() as u64),
-        config.peak_lr(),
-    );
+    let mut text = match batch.tokens_per_batch {
+        Some(tokens) => text!(
+            "up to {} tokens per rank × {} accumulated × {} ranks = up to {} tokens per update · learning rate {:.1e}",
+            "每个 rank 最多 {} 个 token × 累积 {} 次 × {} 个 rank = 每次更新最多 {} 个 token · 学习率 {:.1e}",
+            grouped(tokens as u64),
+            batch.accumulation_steps,
+            config.data_ranks(),
+            grouped((tokens * config.micro_batches()) as u64),
+            config.peak_lr(),
+        ),
+        None => text!(
+            "{} per rank × {} accumulated × {} ranks = {} samples per update · learning rate {:.1e}",
+            "每个 rank {} × 累积 {} 次 × {} 个 rank = 每次更新 {} 个样本 · 学习率 {:.1e}",
+            batch.micro_batch,
+            batch.accumulation_steps,
+            config.data_ranks(),
+            grouped(config.global_batch() as u64),
+            config.peak_lr(),
+        ),
+    };
     if config.optimizer.lr_scale != LrScale::None {
         text += text!(
             " = {:.1e} × {:.3} for {} micro-batches",

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Number of multiprocessors of described GPUs: that of an H100. Scratch memory differs little between kinds.
 pub(crate) const DESCRIBED_MULTIPROCESSORS: u32 = 132;
+/// Their compute capability. Adapted layers use a library there, which takes more scratch memory than our kernels.
+pub(crate) const DESCRIBED_CAPABILITY: (u32, u32) = (9, 0);
 /// Divisor of a machine's memory, and the bounds of the result: the bytes that a run leaves free if `--host-reserve` is
 /// absent. The system, other programs and a plan that is a few percent short need them. So do pages of files: a page
 /// that was read can be dropped at any time and is counted nowhere; a page that was written cannot until it is on the disk.

@@ -21,11 +21,14 @@ pub(crate) mod suggestion;
 
 pub(crate) use dry_run::{HeldOut, Work, dry_run, kernels_of, window_region};
 pub(crate) use fixed::{DECODING, Fixed, WINDOW_SLACK_BYTES};
-pub(crate) use machine::{DESCRIBED_MULTIPROCESSORS, Machine};
+pub(crate) use machine::{DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Machine};
 pub(crate) use memory_check::MemoryCheck;
 pub(crate) use memory_plans::MemoryPlans;
 pub(crate) use optimizer_overlap::{Spare, backward_line, backward_share, forward_line};
-pub(crate) use prepare::{adapter_line, check_data, image_bytes, pixel_line, prepare};
+pub(crate) use prepare::{
+    adapter_line, check_data, image_bytes, pixel_line, prepare, quantized_event,
+};
+pub(crate) use rank_memory::fixed as fixed_memory;
 pub(crate) use settle::{Count, Counted, Settled, settle, settle_one_by_one};
 pub(crate) use stage::stage_line;
 pub use suggestion::Suggestions;

@@ -190,6 +190,7 @@ fn settings(config: &RunConfig) -> Result<BTreeMap<String, String>, Failure> {
     if let Some(lora) = &config.trainable.lora {
         add("lora-rank", lora.lora_rank.to_string());
         add("lora-alpha", lora.lora_alpha.to_string());
+        add("use-rslora", lora.use_rslora.to_string());
         add("lora-dropout", lora.lora_dropout.to_string());
         let targets = lora.target_modules.clone();
         add(

@@ -10,16 +10,16 @@ use super::{
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
 use crate::data::images::LargestImage;
-use crate::data::{SampleSet, check};
+use crate::data::{SampleSet, Sampler, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
 use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
-use crate::model::setup::{self, Setup, sampler};
-use crate::ui::{DataEvent, Event};
-use engine::Tier;
+use crate::model::setup::{self, Setup};
+use crate::ui::{DataEvent, Event, QuantizedEvent};
 use engine::plan::Formats;
+use engine::{ModelSpec, Tier};
 use kernels::DType;
 use models::{Family, Processor, VisionLanguageModel};
 use optim::Optimizer;
@@ -57,19 +57,10 @@ pub(crate) fn prepare(
     if draft.batch.find_batch {
         draft = find_batch::find(&draft, &setup, &train, show)?;
     }
-    if draft.batch.worst_first {
-        let mut first_samples = train.by_size();
-        let mix = train.mix();
-        if !mix.is_plain() {
-            let taken = sampler(&draft, mix, &[]).of_first_epoch();
-            first_samples.retain(|index| taken.contains(index));
-        }
-        first_samples.truncate(draft.global_batch());
-        draft = draft.with_found(Found {
-            first_samples,
-            ..draft.found().clone()
-        });
-    }
+    draft = draft.with_found(Found {
+        first_samples: check::first_samples(&draft, &train),
+        ..draft.found().clone()
+    });
     let worst = check::largest(&train, &draft, &*setup.processor)?;
     let (model, processor) = (&*setup.model, &*setup.processor);
     let settled = settle(&draft, &Machine::here, &mut |run| {
@@ -87,14 +78,15 @@ pub(crate) fn prepare(
         .into_iter()
         .for_each(&mut *show);
     let per_epoch = train.mix().per_epoch();
-    let total_steps = config.total_steps(per_epoch);
+    let sampler = Sampler::of(config, &train, &draft.found().first_samples);
+    let total_steps = sampler.total_steps(config);
     check_faults(config, total_steps)?;
     for text in fault_lines(config) {
         show(Event::Warning { text });
     }
-    resume::check(config, &settled.plan, per_epoch, total_steps)?;
+    resume::check(config, &settled.plan, &sampler, total_steps)?;
     show_plan(&settled, model, show)?;
-    show(data_event(config, &train, eval.as_ref()));
+    show(data_event(&sampler, &train, eval.as_ref()));
     let fit = &settled.fit;
     if let Err(mut failure) = fit.check(config, &settled.memory) {
         if let Some(image) = largest_image(&train, eval.as_ref()).filter(|_| fit.exceeds_host()) {
@@ -111,7 +103,7 @@ pub(crate) fn prepare(
     let origin = origin(config, model, setup.weights.as_ref(), &train)?;
     let accepted = resume::compare(config, &origin, per_epoch, show)?;
     let checkpoint = CheckpointBytes::of(config, model, &settled.plan, setup.weights.as_ref())?;
-    let saves = saves(config, total_steps, per_epoch);
+    let saves = saves(config, total_steps, sampler.steps_per_epoch());
     let disk = DiskCheck::of(config, checkpoint, saves, fit.need.nvme);
     disk.check(config)?;
     if let warning @ Event::Warning { .. } = disk.event(config) {
@@ -197,6 +189,9 @@ fn show_plan(
         .into_iter()
         .for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
+    quantized_event(model.spec())
+        .into_iter()
+        .for_each(&mut *show);
     let lines = [adapter_line(run), pixel_line(run)];
     lines.into_iter().flatten().for_each(&mut *show);
     show(find_batch::line(run));
@@ -281,7 +276,15 @@ pub(crate) fn pixel_line(config: &RunConfig) -> Option<Event> {
 pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     let lora = config.trainable.lora.as_ref()?;
     let (rank, alpha) = (lora.lora_rank, lora.lora_alpha);
-    let scale = alpha / rank as f64;
+    let scale = lora.scale();
+    let root = if lora.use_rslora { "√" } else { "" };
+    let ratio = lora.loraplus_lr_ratio.map(|ratio| {
+        text!(
+            " · B learns {ratio} times as fast",
+            " · B 的学习率为 {ratio} 倍"
+        )
+    });
+    let ratio = ratio.unwrap_or_default();
     let start = lora.adapter.as_ref().map(|dir| {
         let dir = dir.display();
         text!(" · starts from {dir}", " · 从 {dir} 开始")
@@ -290,15 +293,38 @@ pub(crate) fn adapter_line(config: &RunConfig) -> Option<Event> {
     Some(Event::Info {
         label: both("lora", "lora").into(),
         text: text!(
-            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ rank) · dropout {}{start}",
-            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ 秩）· dropout {}{start}",
+            "rank {rank} · alpha {alpha} · scale {scale} (alpha ÷ {root}rank) · dropout {}{ratio}{start}",
+            "秩 {rank} · alpha {alpha} · 缩放 {scale}（alpha ÷ {root}秩）· dropout {}{ratio}{start}",
             lora.lora_dropout
         ),
     })
 }
 
+/// Event that shows the quantized weights of `spec`, if it has any.
+pub(crate) fn quantized_event(spec: &ModelSpec) -> Option<Event> {
+    let mut event = QuantizedEvent {
+        formats: Vec::new(),
+        tensors: 0,
+        params: 0,
+        bytes: 0,
+    };
+    for param in &spec.params {
+        let Some(packing) = param.stored_packing() else {
+            continue;
+        };
+        let format = packing.to_string();
+        if !event.formats.contains(&format) {
+            event.formats.push(format);
+        }
+        event.tensors += 1;
+        event.params += param.shape.elems() as u64;
+        event.bytes += packing.bytes(param.shape) as u64;
+    }
+    (event.tensors > 0).then_some(Event::Quantized(event))
+}
+
 /// Event that shows the number and size of the samples and images.
-fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
+fn data_event(sampler: &Sampler, train: &SampleSet, eval: Option<&SampleSet>) -> Event {
     Event::Data(DataEvent {
         samples: train.samples.len(),
         eval_samples: eval.map_or(0, |e| e.samples.len()),
@@ -306,7 +332,7 @@ fn data_event(config: &RunConfig, train: &SampleSet, eval: Option<&SampleSet>) -
         images: train.image_count + eval.map_or(0, |e| e.image_count),
         supervised_min_tokens: train.sizes.iter().map(|s| s.supervised).min().unwrap_or(0),
         skipped: train.problems.len() + eval.map_or(0, |e| e.problems.len()),
-        wraps_around_global_batch: sampler(config, train.mix(), &[]).wraps_around(),
+        wraps_around_global_batch: sampler.wraps_around(),
     })
 }
 

@@ -23,6 +23,8 @@ pub(crate) fn fixed(config: &RunPlan, model: &dyn VisionLanguageModel) -> Fixed 
     let (train, eval) = (config.data_file(), config.eval_file());
     let data: Vec<PathBuf> = std::iter::once(train)
         .chain(eval)
+        // A prompt is in no file.
+        .filter(|path| !path.as_os_str().is_empty())
         .flat_map(|path| data_files(&path))
         .collect();
     let data: Vec<&Path> = data.iter().map(PathBuf::as_path).collect();

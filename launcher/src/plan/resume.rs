@@ -2,6 +2,7 @@
 
 use crate::cli::Args;
 use crate::config::{CONFIG_FILE, Lora, Origin, Resume, RunConfig, RunPlan, Trainable};
+use crate::data::Sampler;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{Both, Lang, Text, both, text};
 use crate::model::optimizer::rule;
@@ -197,6 +198,12 @@ fn adapters(own: Lora, saved: &Lora, args: &Args) -> Lora {
     Lora {
         lora_rank: pick(args.lora_rank.is_some(), own.lora_rank, &saved.lora_rank),
         lora_alpha: pick(args.lora_alpha.is_some(), own.lora_alpha, &saved.lora_alpha),
+        use_rslora: pick(args.use_rslora.is_some(), own.use_rslora, &saved.use_rslora),
+        loraplus_lr_ratio: pick(
+            args.loraplus_lr_ratio.is_some(),
+            own.loraplus_lr_ratio,
+            &saved.loraplus_lr_ratio,
+        ),
         lora_dropout: pick(
             args.lora_dropout.is_some(),
             own.lora_dropout,
@@ -231,7 +238,7 @@ pub(crate) fn doing(directory: &Path) -> Text {
 pub(crate) fn check(
     config: &RunConfig,
     plan: &Plan,
-    samples: usize,
+    sampler: &Sampler,
     total_steps: u64,
 ) -> Result<(), Failure> {
     let Some(checkpoint) = open(config)? else {
@@ -264,7 +271,7 @@ pub(crate) fn check(
     }
     engine::check_trained(plan, &checkpoint).map_err(|e| failures::engine(&doing, &e))?;
     same_states(config, plan, &checkpoint)?;
-    position(config, directory, checkpoint.meta(), samples, total_steps).map(drop)
+    position(config, directory, checkpoint.meta(), sampler, total_steps).map(drop)
 }
 
 /// Checks that the checkpoint has every optimizer state of this run in its number format.
@@ -315,6 +322,10 @@ fn same_states(config: &RunConfig, plan: &Plan, checkpoint: &Checkpoint) -> Resu
 pub(crate) const ORIGIN: &str = "origin";
 /// Key of the manifest's metadata with the differences that `--resume-anyway` accepted.
 pub(crate) const RESUMED_ANYWAY: &str = "resumed_anyway";
+/// Key in a checkpoint's metadata for the budget of tokens of a micro-batch.
+pub(crate) const TOKENS_PER_BATCH: &str = "tokens_per_batch";
+/// Key in a checkpoint's metadata for the samples that the steps of a run with such a budget have used.
+pub(crate) const SAMPLES_USED: &str = "samples_used";
 /// Flag that accepts another base or other data.
 const ANYWAY: &str = "--resume-anyway";
 
@@ -487,14 +498,64 @@ fn other_order(config: &RunConfig, meta: &Value, samples: usize) -> Option<[Text
     })
 }
 
+/// Refuses a run whose first `done` steps do not take the samples that those of the checkpoint took, since it has another
+/// budget of tokens or other lengths of samples.
+fn same_budget(
+    config: &RunConfig,
+    directory: &Path,
+    meta: &Value,
+    sampler: &Sampler,
+    done: u64,
+) -> Result<(), Failure> {
+    let now = config.batch.tokens_per_batch.map(|most| most as u64);
+    let saved = meta.get(TOKENS_PER_BATCH).and_then(Value::as_u64);
+    let used = meta.get(SAMPLES_USED).and_then(Value::as_u64);
+    let same = saved == now && used.is_none_or(|used| used == sampler.used(done));
+    if same || config.resume_anyway {
+        return Ok(());
+    }
+    let text = |most: Option<u64>, used: u64| {
+        let most = most.map_or_else(|| "-".to_owned(), |most| most.to_string());
+        text!(
+            "--tokens-per-batch {most}, {used} samples in {done} steps",
+            "--tokens-per-batch {most}，{done} 步共 {used} 个样本"
+        )
+    };
+    let before = text(saved, used.unwrap_or(done * sampler.global_batch()));
+    let after = text(now, sampler.used(done));
+    Err(Failure::new(
+        ErrorCode::Resume,
+        text!(
+            "cannot {}: the order of the data would change",
+            "无法{}：数据的顺序会改变",
+            doing(directory)
+        ),
+        both(
+            "the position in the data depends on --tokens-per-batch and on the lengths of the samples",
+            "数据中的位置取决于 --tokens-per-batch 和样本的长度",
+        ),
+    )
+    .evidence(text!("saved with {before}", "保存时为 {before}"))
+    .evidence(text!("now {after}", "现在为 {after}"))
+    .next(match saved {
+        Some(saved) => Text::literal(format_args!("--tokens-per-batch {saved}")),
+        None => both("omit --tokens-per-batch", "请去掉 --tokens-per-batch").into(),
+    })
+    .next(text!(
+        "{ANYWAY}   (continues with the order of what is given now)",
+        "{ANYWAY}   (按现在给定的顺序继续)"
+    )))
+}
+
 /// Reads the loop's position. Refuses a change in the order of the data, and a run without steps left.
 pub(crate) fn position(
     config: &RunConfig,
     directory: &Path,
     meta: &Value,
-    samples: usize,
+    sampler: &Sampler,
     total_steps: u64,
 ) -> Result<Position, Failure> {
+    let samples = sampler.per_epoch() as usize;
     let number = |key: &str| meta.get(key).and_then(Value::as_u64);
     let state = [
         "steps_done",
@@ -542,6 +603,7 @@ pub(crate) fn position(
             "{ANYWAY}   (按现在给定的顺序继续)"
         )));
     }
+    same_budget(config, directory, meta, sampler, done)?;
     let worst_first = config.batch.worst_first;
     let saved_worst_first = meta.get("worst_first").and_then(Value::as_bool);
     if let Some(saved) = saved_worst_first.filter(|saved| *saved != worst_first) {
@@ -576,7 +638,7 @@ pub(crate) fn position(
         .evidence(text!(
             "{done} of {total_steps} steps are done: {:.2} passes over {samples} samples",
             "{total_steps} 步中已完成 {done} 步：在 {samples} 个样本上训练了 {:.2} 遍",
-            done as f64 * config.global_batch() as f64 / samples.max(1) as f64
+            sampler.epochs_after(done)
         ))
         .next(both(
             "raise --max-steps or --num-train-epochs",

@@ -16,8 +16,8 @@ use crate::model::setup;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
-use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, SampleSize};
+use models::{PackedWeights, Processor};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -36,7 +36,8 @@ const LARGE_PART: u64 = 8;
 
 type Flags = Vec<(&'static str, String)>;
 
-/// Flags of similar configurations, nearest first. Changes of execution come before changes of the result.
+/// Flags of similar configurations, nearest first. Changes of execution come before changes of the result, except
+/// those of adapters that people make first: the adapters alone, and frozen weights in 4 bits.
 fn neighbours(config: &RunConfig) -> Vec<Flags> {
     let mut found: Vec<Flags> = Vec::new();
     let zero = || ("zero", "3".to_owned());
@@ -57,6 +58,9 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
             found.push(vec![zero(), offload()]);
         }
     }
+    if config.trainable.lora.is_some() && is_plain(config) {
+        found.push(four_bits());
+    }
     if config.batch.data_workers != Workers::Count(1) {
         found.push(vec![("data-workers", "1".to_owned())]);
     }
@@ -76,18 +80,25 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
             ("gradient-accumulation-steps", accumulation.to_string()),
         ]);
     }
+    let budgets = batch
+        .tokens_per_batch
+        .into_iter()
+        .flat_map(|most| [(most / 2, 2), (most / 4, 4)]);
+    found.extend(budgets.map(|(most, times)| {
+        vec![
+            ("tokens-per-batch", most.to_string()),
+            (
+                "gradient-accumulation-steps",
+                (times * batch.accumulation_steps).to_string(),
+            ),
+        ]
+    }));
     if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
         found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
     }
     let precision = |name: &str| vec![("precision", name.to_owned())];
     if config.precision == PrecisionChoice::F32 {
         found.push(precision("bf16"));
-    }
-    if config.trainable.lora.is_some() && config.quantize.is_none() {
-        found.push(vec![
-            ("quantize", "nf4".to_owned()),
-            ("quantize-double", "true".to_owned()),
-        ]);
     }
     found.extend(adapters_instead(config));
     if config.precision != PrecisionChoice::PureBf16 {
@@ -104,6 +115,20 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         found.push(vec![("max-slice-nums", "1".to_owned())]);
     }
     found
+}
+
+/// Flags that store frozen weights in 4 bits.
+pub(crate) fn four_bits() -> Flags {
+    vec![
+        ("quantize", "nf4".to_owned()),
+        ("quantize-double", "true".to_owned()),
+    ]
+}
+
+/// Whether neither the run nor its base model quantizes weights.
+pub(crate) fn is_plain(config: &RunConfig) -> bool {
+    let declared = PackedWeights::declared(&config.model_dir());
+    config.quantize.is_none() && !matches!(declared, Ok(Some(_)))
 }
 
 /// Flags that freeze everything but adapters and prefixes. `None` if they are absent or already train alone.
@@ -151,7 +176,13 @@ fn possible(config: &RunConfig) -> Vec<Flags> {
         let stays = |name: &str| {
             matches!(
                 name,
-                "precision" | "use-lora" | "modules-to-save" | "train" | "tune-llm" | "tune-vision"
+                "precision"
+                    | "quantize"
+                    | "use-lora"
+                    | "modules-to-save"
+                    | "train"
+                    | "tune-llm"
+                    | "tune-vision"
             )
         };
         all.retain(|flags| !flags.iter().any(|(name, _)| stays(name)));
@@ -195,19 +226,23 @@ pub(crate) fn counter<'a>(
     processor: &'a dyn Processor,
 ) -> impl FnMut(&RunPlan) -> Result<Counted, Failure> + 'a {
     // Most similar configurations have the same samples, whose images take long to decode.
-    let mut encoded: Option<(EncodeOptions, Vec<EncodedSample>)> = None;
+    let mut encoded: Option<(EncodeOptions, Option<usize>, Vec<EncodedSample>)> = None;
     move |run| {
         let (model, plan) = setup::replan(run)?;
         let plan = Arc::new(plan);
-        let (options, count) = (encode_options(run), run.batch.micro_batch);
-        let known = encoded
-            .take()
-            .filter(|(with, samples)| *with == options && samples.len() >= count);
-        let (_, samples) = match known {
-            Some(known) => encoded.insert(known),
-            None => encoded.insert((options, check::largest(train, run, processor)?)),
+        let (options, budget) = (encode_options(run), run.batch.tokens_per_batch);
+        let count = |samples: &[EncodedSample]| match budget {
+            Some(_) => samples.len(),
+            None => run.batch.micro_batch,
         };
-        let worst = samples.get(..count).unwrap_or(samples);
+        let known = encoded.take().filter(|(with, of, samples)| {
+            (*with, *of) == (options, budget) && samples.len() >= count(samples)
+        });
+        let (.., samples) = match known {
+            Some(known) => encoded.insert(known),
+            None => encoded.insert((options, budget, check::largest(train, run, processor)?)),
+        };
+        let worst = samples.get(..count(samples)).unwrap_or(samples);
         let (memory, eval_batch) = whole_memory(run, &*model, processor, &plan, worst, eval)?;
         Ok(Counted {
             plan,

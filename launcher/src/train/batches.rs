@@ -59,7 +59,7 @@ pub(crate) fn start_loader(
         let samples = indices.iter().copied().map(encode);
         Ok(MicroBatch {
             samples: samples.collect::<Result<_, _>>()?,
-            keys: sampler.positions(step, micro, rank).collect(),
+            keys: sampler.positions(step, micro, rank),
             indices,
         })
     });

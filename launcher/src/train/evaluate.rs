@@ -3,14 +3,15 @@
 use super::numeric::observe;
 use super::replica::Replica;
 use crate::data::SampleSet;
-use crate::data::answers::{self, Question, sample_failure};
+use crate::data::answers::{self, Answer, Question, sample_failure};
 use crate::data::check::encode_options;
 use crate::error::{Failure, failures};
 use crate::lang::{Text, both};
 use crate::model::not_finite::not_finite_loss;
 use engine::PassKind;
 use engine::comm::Tag;
-use models::generate::{GenerateOptions, Prompt, Sampling, generate};
+use models::data::EncodeOptions;
+use models::generate::{GenerateOptions, Prompt, Sampling, generate_watched};
 use models::{ModelError, SampleInput, pipeline};
 use std::cell::Cell;
 
@@ -19,11 +20,23 @@ const GENERATED_SAMPLES: usize = 200;
 /// Number of these whose answers are written to files.
 const SHOWN_SAMPLES: usize = 12;
 
-/// Mean loss per supervised token over the held-out samples. Each sample is one forward pass. The sums are added in
-/// index order in f64, so the result has the same bits for every world size.
+/// Mean loss per supervised token over the held-out samples. The sums are added in index order in f64, so the result
+/// has the same bits for every world size.
 pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failure> {
+    let losses = losses(replica, set, &encode_options(replica.config))?;
+    let sum: f64 = losses.iter().map(|(sum, _)| sum).sum();
+    let tokens: f64 = losses.iter().map(|(_, supervised)| supervised).sum();
+    Ok(sum / tokens.max(1.0))
+}
+
+/// Sum of the losses and number of supervised tokens of each held-out sample, on all ranks. Each sample is one forward
+/// pass.
+pub(crate) fn losses(
+    replica: &Replica<'_>,
+    set: &SampleSet,
+    options: &EncodeOptions,
+) -> Result<Vec<(f64, f64)>, Failure> {
     let world = replica.data();
-    let options = encode_options(replica.config);
     let mut own = vec![0f64; 2 * set.samples.len()];
     for first in (0..set.samples.len()).step_by(world.size) {
         let index = first + world.rank;
@@ -31,7 +44,7 @@ pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failur
         if let Some(sample) = set.samples.get(index) {
             let encoded = replica
                 .processor
-                .encode(sample, &set.images, &options)
+                .encode(sample, &set.images, options)
                 .map_err(|e| sample_failure(index, &e))?;
             let (sum, supervised) = forward(replica, &[SampleInput::from(&encoded)])?;
             own[2 * index] = sum;
@@ -48,11 +61,11 @@ pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failur
         .map_err(|e| failures::comm(&e))?;
     let of = |i: usize| all.iter().map(|r| r[i]).sum::<f64>();
     if let Some(index) = (0..set.samples.len()).find(|i| !of(2 * i).is_finite()) {
-        return Err(not_finite(replica, set, index, of(2 * index))?);
+        return Err(not_finite(replica, set, options, index, of(2 * index))?);
     }
-    let sum: f64 = (0..set.samples.len()).map(|i| of(2 * i)).sum();
-    let tokens: f64 = (0..set.samples.len()).map(|i| of(2 * i + 1)).sum();
-    Ok(sum / tokens.max(1.0))
+    Ok((0..set.samples.len())
+        .map(|i| (of(2 * i), of(2 * i + 1)))
+        .collect())
 }
 
 /// Failure of sample `index`, whose loss is not finite. All ranks repeat the pass that it was in, and report the same
@@ -60,16 +73,16 @@ pub(crate) fn loss(replica: &Replica<'_>, set: &SampleSet) -> Result<f64, Failur
 fn not_finite(
     replica: &Replica<'_>,
     set: &SampleSet,
+    options: &EncodeOptions,
     index: usize,
     loss: f64,
 ) -> Result<Failure, Failure> {
     let world = replica.data();
-    let options = encode_options(replica.config);
     let own = index - index % world.size + world.rank;
     replica.zero.begin_pass(PassKind::Infer);
     let mut found = None;
     if let Some(sample) = set.samples.get(own) {
-        let encoded = replica.processor.encode(sample, &set.images, &options);
+        let encoded = replica.processor.encode(sample, &set.images, options);
         let encoded = encoded.map_err(|e| sample_failure(own, &e))?;
         found = observe(replica, &[SampleInput::from(&encoded)])?;
     }
@@ -113,35 +126,23 @@ pub(crate) fn exact_match(
     set: &SampleSet,
     step: u64,
 ) -> Result<f64, Failure> {
-    let world = replica.data();
-    let options = encode_options(replica.config);
-    let count = set.samples.len().min(GENERATED_SAMPLES);
-    let own: Vec<usize> = (world.rank..count).step_by(world.size).collect();
-    let per_batch = replica.config.batch.eval_batch.max(1);
-    let rounds = count.div_ceil(world.size).div_ceil(per_batch);
+    let asking = Asking {
+        options: &encode_options(replica.config),
+        count: set.samples.len().min(GENERATED_SAMPLES),
+        max_new_tokens: None,
+    };
     let (mut right, mut asked) = (0f64, 0f64);
     let mut shown = Vec::new();
-    for round in 0..rounds {
-        let from = (round * per_batch).min(own.len());
-        let to = ((round + 1) * per_batch).min(own.len());
-        let questions = own[from..to]
-            .iter()
-            .map(|i| {
-                let sample = &set.samples[*i];
-                Question::new(&*replica.processor, sample, &set.images, *i, &options)
-            })
-            .collect::<Result<Vec<_>, Failure>>()?;
-        for (question, tokens) in questions.iter().zip(decode(replica, &questions)?) {
-            // All stages have the same answers; the first counts them.
-            if replica.zero.mesh().coordinates().stage > 0 {
-                continue;
-            }
-            let answer = question.judge(&*replica.processor, &tokens)?;
-            right += f64::from(answer.exact);
-            asked += 1.0;
-            if answer.index < SHOWN_SAMPLES {
-                shown.push(answer);
-            }
+    let mut answered = answers(replica, set, &asking, &mut |_| ())?;
+    if replica.zero.mesh().coordinates().stage > 0 {
+        // All stages have the same answers; the first counts them.
+        answered.clear();
+    }
+    for answer in answered {
+        right += f64::from(answer.exact);
+        asked += 1.0;
+        if answer.index < SHOWN_SAMPLES {
+            shown.push(answer);
         }
     }
     let all = replica
@@ -153,13 +154,59 @@ pub(crate) fn exact_match(
     Ok(all.iter().map(|r| r[0]).sum::<f64>() / total.max(1.0))
 }
 
-/// Generates the answers to `questions`. Every rank runs the same number of passes, until no rank has an open answer.
-fn decode(replica: &Replica<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>, Failure> {
+/// What is asked about held-out samples.
+pub(crate) struct Asking<'a> {
+    pub(crate) options: &'a EncodeOptions,
+    /// Number of samples, from the first one on.
+    pub(crate) count: usize,
+    /// Longest answer in tokens. `None`: by the length of the reference.
+    pub(crate) max_new_tokens: Option<usize>,
+}
+
+/// This rank's answers, by greedy decoding. `done` is told after each batch how many samples all ranks have answered.
+pub(crate) fn answers(
+    replica: &Replica<'_>,
+    set: &SampleSet,
+    asking: &Asking<'_>,
+    done: &mut dyn FnMut(usize),
+) -> Result<Vec<Answer>, Failure> {
+    let world = replica.data();
+    let own: Vec<usize> = (world.rank..asking.count).step_by(world.size).collect();
+    let per_batch = replica.config.batch.eval_batch.max(1);
+    let rounds = asking.count.div_ceil(world.size).div_ceil(per_batch);
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: replica.processor.stop_ids(),
     };
-    let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
+    let mut answers = Vec::new();
+    for round in 0..rounds {
+        let from = (round * per_batch).min(own.len());
+        let to = ((round + 1) * per_batch).min(own.len());
+        let ask = |i: &usize| {
+            let sample = &set.samples[*i];
+            Question::new(&*replica.processor, sample, &set.images, *i, asking.options)
+                .map(|question| question.with_limit(asking.max_new_tokens))
+        };
+        let questions = own[from..to].iter().map(ask);
+        let questions = questions.collect::<Result<Vec<_>, Failure>>()?;
+        let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
+        let tokens = decode(replica, &prompts, &options, &mut |_| ())?;
+        for (question, tokens) in questions.iter().zip(tokens) {
+            answers.push(question.judge(&*replica.processor, &tokens)?);
+        }
+        done(((round + 1) * per_batch * world.size).min(asking.count));
+    }
+    Ok(answers)
+}
+
+/// Answers `prompts`, those of this rank. Every rank runs the same number of passes, until no rank has an open answer.
+/// `after_pass` gets the new tokens of each prompt so far.
+pub(crate) fn decode(
+    replica: &Replica<'_>,
+    prompts: &[Prompt<'_>],
+    options: &GenerateOptions,
+    after_pass: &mut dyn FnMut(&[Vec<i32>]),
+) -> Result<Vec<Vec<i32>>, Failure> {
     let open = Cell::new(false);
     let mut anyone_left = |left: bool| -> Result<bool, ModelError> {
         if open.replace(false) {
@@ -179,12 +226,13 @@ fn decode(replica: &Replica<'_>, questions: &[Question]) -> Result<Vec<Vec<i32>>
         }
         Ok(anyone)
     };
-    generate(
+    generate_watched(
         &*replica.model,
         &replica.zero,
-        &prompts,
-        &options,
+        prompts,
+        options,
         &mut anyone_left,
+        after_pass,
     )
     .map_err(|e| failures::model(both("generate answers", "生成回答"), &e))
 }

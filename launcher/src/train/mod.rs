@@ -2,10 +2,10 @@
 
 mod batches;
 mod collectives;
-mod evaluate;
+pub(crate) mod evaluate;
 mod inject;
 mod numeric;
-mod replica;
+pub(crate) mod replica;
 mod save;
 mod spill;
 mod stall;
@@ -52,6 +52,8 @@ pub(crate) fn rank_main(
     let result = match config.task {
         Task::Train => trainer.train(stop),
         Task::Evaluate => trainer.verify_resume(),
+        // A subcommand runs its ranks itself.
+        Task::Answer => Ok(RunSummary::default()),
     };
     result.map_err(|failure| {
         let failure = trainer.abort(failure);

@@ -17,7 +17,7 @@ use crate::launch::rendezvous::{self, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
-use crate::plan::{MemoryPlans, WINDOW_SLACK_BYTES, resume};
+use crate::plan::{MemoryPlans, WINDOW_SLACK_BYTES, kernels_of, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
 use engine::comm::mesh::{BROADCAST_BYTES, MAX_VALUES, Mesh, Regions};
@@ -180,18 +180,6 @@ impl<'a> Opened<'a> {
             weights,
             adapter,
         } = setup;
-        let host_share = config
-            .host_memory_limit
-            .map(|limit| limit / config.ranks_here() as u64);
-        let host = Pool::new("host", host_share);
-        let disk = spill::open(config, env, &plan, &host, &*comm, &reporter)?;
-        let (backend, device) = compute(config, env, devices, &host)?;
-        let mut tiers = Tiers::new(device, host);
-        let mut disk_ceiling = None;
-        if let Some(disk) = disk {
-            disk_ceiling = disk.ceiling;
-            tiers = tiers.with_spill(disk.spill);
-        }
         let counting = gpu_of(config, env.local_rank).and_then(counting_of);
         let memory_plans = counting.map(|device| MemoryPlans::new(config, &plan, device));
         let memory_plans = memory_plans.transpose();
@@ -201,25 +189,12 @@ impl<'a> Opened<'a> {
                 &e,
             )
         })?;
+        let States {
+            backend,
+            zero,
+            disk_ceiling,
+        } = States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
         let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
-        let zero = Zero::in_mesh(
-            plan,
-            mesh,
-            backend.clone(),
-            tiers,
-            optimizer(config, &*model)?,
-        )
-        .map_err(|error| match error {
-            EngineError::NoPeerAccess { refusals } if goes_another_way(config, env) => {
-                NotOpened::IpcRefused(refused(&refusals))
-            }
-            error => failures::engine(both("allocate model states", "分配模型状态"), &error).into(),
-        })
-        .inspect_err(|error| {
-            if let NotOpened::Failed(_) = error {
-                backend.abandon();
-            }
-        })?;
         zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| {
                 failures::engine(
@@ -276,39 +251,8 @@ impl<'a> Opened<'a> {
         if let Some(source) = &mut self.weights {
             source.pack_on_read(quantize::packings(model.spec()));
         }
-        let (weights, adapter, seed) = (&self.weights, &self.adapter, config.seed);
-        let half = config.precision == PrecisionChoice::Fp16;
-        let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
-            let name = &model.spec().params[id.index()].name;
-            match (adapter, weights) {
-                (Some(adapter), _) if adapter.has(name) => {
-                    let bytes = bytemuck::cast_slice_mut(out);
-                    adapter.read_range(name, elements, DType::F32, bytes)
-                }
-                (_, Some(source)) if !is_added(name) => {
-                    let bytes = bytemuck::cast_slice_mut(out);
-                    source.read_finite(name, elements, DType::F32, bytes)?;
-                    match half && out.iter().any(|value| !f16::from_f32(*value).is_finite()) {
-                        true => Err(source.not_finite_as(name, DType::F16)?),
-                        false => Ok(()),
-                    }
-                }
-                _ => {
-                    model.init(id, seed, elements, out);
-                    Ok::<_, WeightError>(())
-                }
-            }
-        };
-        let packed = |id: ParamId, out: &mut [u8]| {
-            let name = &model.spec().params[id.index()].name;
-            let Some(source) = weights else {
-                return Ok(false);
-            };
-            out.copy_from_slice(&source.read_packed(name)?);
-            Ok(true)
-        };
-        zero.load_packed(read, packed)
-            .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))?;
+        let weights = self.weights.as_ref();
+        load_weights(zero, config, &**model, weights, self.adapter.as_ref())?;
         if let Some(source) = weights {
             let sizes = source.files().filter_map(|f| std::fs::metadata(f).ok());
             self.reporter.emit(&Event::Load {
@@ -347,6 +291,147 @@ impl<'a> Opened<'a> {
         }
         Ok(())
     }
+}
+
+impl<'a> Replica<'a> {
+    /// Rank of a subcommand that answers: joins the other ranks, allocates the weights of `setup`, and reads them.
+    pub(crate) fn answering(
+        config: &'a RunPlan,
+        env: &RankEnv,
+        stop: &StopFlag,
+        devices: &dyn Devices,
+        setup: &Setup,
+    ) -> Result<Self, NotOpened> {
+        let plan = Arc::new(setup.plan(config)?);
+        let comm = meet(config, env, &plan, devices, stop, &Collectives::new())?.comm;
+        let reporter = Reporter::for_rank(env);
+        let model = setup.model.clone();
+        let mesh = Mesh::from(comm.clone());
+        let States { backend, zero, .. } =
+            States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
+        if let Some(gpu) = gpu_of(config, env.local_rank) {
+            backend.compile_ahead(&kernels_of(config, gpu)?);
+        }
+        let mut replica = Self {
+            config,
+            model,
+            processor: setup.processor.clone(),
+            backend,
+            comm,
+            zero,
+        };
+        load_weights(
+            &mut replica.zero,
+            config,
+            &*replica.model,
+            setup.weights.as_ref(),
+            setup.adapter.as_ref(),
+        )
+        .inspect_err(|_| replica.backend.abandon())?;
+        Ok(replica)
+    }
+
+    /// Ends the exchange with the other ranks after `failure`.
+    pub(crate) fn abandon(&self, failure: &Failure) {
+        self.zero.mesh().abort(&failure.title);
+        // Otherwise the destructors would wait once more for a GPU that waits for a lost rank.
+        self.backend.abandon();
+    }
+}
+
+/// Compute device and states of a rank that met the others, without values.
+struct States {
+    backend: Arc<dyn Backend>,
+    zero: Zero,
+    /// Measured bytes per second of this rank's share of the spill disks, if any.
+    disk_ceiling: Option<f64>,
+}
+
+impl States {
+    fn allocate(
+        config: &RunPlan,
+        env: &RankEnv,
+        plan: Arc<engine::Plan>,
+        mesh: Mesh,
+        devices: &dyn Devices,
+        model: &dyn VisionLanguageModel,
+        reporter: &Reporter,
+    ) -> Result<Self, NotOpened> {
+        let host_share = config
+            .host_memory_limit
+            .map(|limit| limit / config.ranks_here() as u64);
+        let host = Pool::new("host", host_share);
+        let disk = spill::open(config, env, &plan, &host, &**mesh.world(), reporter)?;
+        let (backend, device) = compute(config, env, devices, &host)?;
+        let mut tiers = Tiers::new(device, host);
+        let mut disk_ceiling = None;
+        if let Some(disk) = disk {
+            disk_ceiling = disk.ceiling;
+            tiers = tiers.with_spill(disk.spill);
+        }
+        let rule = optimizer(config, model)?;
+        let zero = Zero::in_mesh(plan, mesh, backend.clone(), tiers, rule)
+            .map_err(|error| match error {
+                EngineError::NoPeerAccess { refusals } if goes_another_way(config, env) => {
+                    NotOpened::IpcRefused(refused(&refusals))
+                }
+                error => {
+                    failures::engine(both("allocate model states", "分配模型状态"), &error).into()
+                }
+            })
+            .inspect_err(|error| {
+                if let NotOpened::Failed(_) = error {
+                    backend.abandon();
+                }
+            })?;
+        Ok(Self {
+            backend,
+            zero,
+            disk_ceiling,
+        })
+    }
+}
+
+/// Reads the weights of `model`: those of an adapter, else those of the files, else initial values.
+fn load_weights(
+    zero: &mut Zero,
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    weights: Option<&WeightSource>,
+    adapter: Option<&Adapter>,
+) -> Result<(), Failure> {
+    let half = config.precision == PrecisionChoice::Fp16;
+    let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
+        let name = &model.spec().params[id.index()].name;
+        match (adapter, weights) {
+            (Some(adapter), _) if adapter.has(name) => {
+                let bytes = bytemuck::cast_slice_mut(out);
+                adapter.read_range(name, elements, DType::F32, bytes)
+            }
+            (_, Some(source)) if !is_added(name) => {
+                let bytes = bytemuck::cast_slice_mut(out);
+                source.read_finite(name, elements, DType::F32, bytes)?;
+                match half && out.iter().any(|value| !f16::from_f32(*value).is_finite()) {
+                    true => Err(source.not_finite_as(name, DType::F16)?),
+                    false => Ok(()),
+                }
+            }
+            _ => {
+                model.init(id, config.seed, elements, out);
+                Ok::<_, WeightError>(())
+            }
+        }
+    };
+    let packed = |id: ParamId, out: &mut [u8]| {
+        let name = &model.spec().params[id.index()].name;
+        let Some(source) = weights else {
+            return Ok(false);
+        };
+        out.copy_from_slice(&source.read_packed(name)?);
+        Ok(true)
+    };
+    zero.load_packed(read, packed)
+        .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))
 }
 
 /// Backend, and the pool for the engine's buffers. On a GPU that pool is host memory.

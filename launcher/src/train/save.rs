@@ -279,14 +279,19 @@ fn adapter_config(replica: &Replica<'_>) -> Value {
         "base_model_name_or_path": replica.config.model_dir(),
         "r": lora.lora_rank,
         "lora_alpha": lora.lora_alpha,
+        "use_rslora": lora.use_rslora,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": false,
         "inference_mode": true,
         "target_modules": targets,
         "modules_to_save": lora.modules_to_save,
-        "rank_pattern": split::patterns(&*replica.model, lora.lora_rank),
-        "alpha_pattern": split::patterns(&*replica.model, lora.lora_alpha),
+        "rank_pattern": split::patterns(&*replica.model, |count| lora.lora_rank * count),
+        "alpha_pattern": split::patterns(&*replica.model, |count| {
+            // The scale stays alpha / r, or alpha / √r.
+            let count = count as f32;
+            lora.lora_alpha * if lora.use_rslora { count.sqrt() } else { count }
+        }),
     })
 }
 

@@ -17,7 +17,7 @@ use crate::launch::rank::{RunSummary, StopFlag};
 use crate::memory::Phase;
 use crate::model::optimizer::schedule;
 use crate::model::quantize;
-use crate::model::setup::{dropout, keeps, sampler};
+use crate::model::setup::{dropout, keeps};
 use crate::plan::{MemoryPlans, resume};
 use crate::report::checkpoints::{self, UNITS};
 use crate::report::monitor::Monitor;
@@ -68,6 +68,7 @@ pub(crate) struct Trainer<'a> {
     /// Files of the base weights; `None` for random weights.
     weights: Option<WeightSource>,
     train: Arc<SampleSet>,
+    sampler: Sampler,
     eval: Option<SampleSet>,
     gpu: Option<OwnGpu<'a>>,
     /// Memory plans of micro-batches. `None` on the CPU.
@@ -123,8 +124,11 @@ impl<'a> Trainer<'a> {
             faults,
             ..
         } = opened;
+        let config = replica.config;
+        let sampler = Sampler::of(config, &train, &config.found().first_samples);
         Self {
-            total_steps: replica.config.total_steps(train.mix().per_epoch()),
+            total_steps: sampler.total_steps(config),
+            sampler,
             done: 0,
             started_at: 0,
             total_tokens: 0,
@@ -156,8 +160,7 @@ impl<'a> Trainer<'a> {
     /// Trains to the last step, or until a signal stops the run.
     pub(crate) fn train(&mut self, stop: &StopFlag) -> Result<RunSummary, Failure> {
         let config = self.replica.config;
-        let first = &config.found().first_samples;
-        let sampler = sampler(config, self.train.mix(), first);
+        let sampler = self.sampler.clone();
         let schedule = schedule(config, self.total_steps);
         let mut traces = StepTraces::new(config.trace_steps.clone());
         self.resume()?;
@@ -234,8 +237,8 @@ impl<'a> Trainer<'a> {
             })?;
             scaler.restore(state);
         }
-        let (config, samples) = (self.replica.config, self.train.mix().per_epoch());
-        let position = resume::position(config, directory, meta, samples, self.total_steps)?;
+        let (config, sampler) = (self.replica.config, &self.sampler);
+        let position = resume::position(config, directory, meta, sampler, self.total_steps)?;
         self.done = position.done;
         self.started_at = position.done;
         self.total_tokens = position.total_tokens;
@@ -697,6 +700,10 @@ impl<'a> Trainer<'a> {
             "base_model": config.model_dir(),
             "best": self.best,
         });
+        if let Some(most) = config.batch.tokens_per_batch {
+            meta[resume::TOKENS_PER_BATCH] = most.into();
+            meta[resume::SAMPLES_USED] = self.sampler.used(self.done).into();
+        }
         let packed = quantize::record(zero.plan().spec());
         if !packed.is_null() {
             meta[quantize::PACKED] = packed;
@@ -793,9 +800,7 @@ impl<'a> Trainer<'a> {
                 collectives: &self.collectives,
             },
         );
-        self.replica.zero.mesh().abort(&failure.title);
-        // Otherwise the destructors would wait once more for a GPU that waits for a lost rank.
-        self.replica.backend.abandon();
+        self.replica.abandon(&failure);
         failure
     }
 }

@@ -3,9 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::lang::{Text, text};
+use crate::lang::{Text, both, text};
 use crate::memory::{RankMemory, kind_name};
-use crate::units::bytes;
+use crate::units::{bytes, grouped};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// A number that went into JSON, which has no NaN and no infinity: both are written as null and read as NaN.
@@ -41,6 +41,8 @@ pub enum Event {
     Plan(PlanEvent),
     /// Trainable tensors by part of the model, shown before weights are read.
     Trains(Vec<TrainRow>),
+    /// Quantized weights of the base, shown before weights are read.
+    Quantized(QuantizedEvent),
     /// Number and size of the samples and images.
     Data(DataEvent),
     /// All ranks have joined the rendezvous.
@@ -87,6 +89,11 @@ pub enum Event {
     Save(SaveEvent),
     /// A checkpoint was loaded.
     Resume(ResumeEvent),
+    /// A piece of an answer. It goes to standard output.
+    Answer {
+        /// The text after the earlier pieces.
+        text: String,
+    },
     /// The run has ended.
     Done(DoneEvent),
 }
@@ -184,6 +191,37 @@ pub struct TrainRow {
     /// Peak learning rate of these tensors, with `--lr-scale` applied.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
+}
+
+/// Quantized weights of a model's base: their formats and sizes, unsharded.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuantizedEvent {
+    /// Formats, such as `nf4, double`.
+    pub formats: Vec<String>,
+    /// Number of quantized tensors.
+    pub tensors: usize,
+    /// Number of elements of these tensors.
+    pub params: u64,
+    /// Bytes of these tensors as they are stored.
+    pub bytes: u64,
+}
+
+impl fmt::Display for QuantizedEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tensors = match self.tensors {
+            1 => both("layer", "个层"),
+            _ => both("layers", "个层"),
+        };
+        let text = text!(
+            "{} {tensors} in {} · {} instead of {} in 16 bits",
+            "{} {tensors}，格式 {} · 占 {}，16 位时为 {}",
+            grouped(self.tensors as u64),
+            self.formats.join(" + "),
+            bytes(self.bytes),
+            bytes(2 * self.params)
+        );
+        write!(f, "{text}")
+    }
 }
 
 /// Counts of a run's training and held-out data (samples, tokens, images), shown in one line.

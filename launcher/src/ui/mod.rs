@@ -11,8 +11,8 @@ use std::io::Write;
 use std::sync::Mutex;
 
 pub use event::{
-    DataEvent, DiskTraffic, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, ResumeEvent,
-    SaveEvent, StepEvent, TrainRow,
+    DataEvent, DiskTraffic, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, QuantizedEvent,
+    ResumeEvent, SaveEvent, StepEvent, TrainRow,
 };
 pub use screen::Screen;
 pub use text::lines;

@@ -61,6 +61,11 @@ impl Screen {
                 }
             }
             Event::Done(_) => self.finish_bar(),
+            Event::Answer { text } => {
+                let mut out = io::stdout().lock();
+                // The end of the answer reports a lost text.
+                drop(out.write_all(text.as_bytes()).and_then(|()| out.flush()));
+            }
             _ => {}
         }
         for line in Lang::chosen().speak(|| text::lines(event)) {

@@ -31,8 +31,10 @@ pub fn lines(event: &Event) -> Vec<String> {
                 .collect()
         }
         Event::Warning { text } => vec![line(WARNING, text)],
+        Event::Answer { .. } => Vec::new(),
         Event::Plan(plan) => plan_lines(plan),
         Event::Trains(rows) => train_lines(rows),
+        Event::Quantized(weights) => vec![line(both("quant", "量化"), weights)],
         Event::Data(data) => data_lines(data),
         Event::Comm {
             ranks,

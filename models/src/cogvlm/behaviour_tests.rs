@@ -194,6 +194,7 @@ fn adapter_dropout_depends_on_samples_not_on_batches() {
         targets: LoraTargets::parse(r"model\..*(query_key_value|dense.*|_proj|w1|key_value|query)"),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     };
     for name in [VLM2, AGENT] {

@@ -150,6 +150,7 @@ fn lora(targets: &str, lora_rank: usize, per_projection: bool) -> ModelOptions {
         targets: LoraTargets::parse(targets),
         layers: None,
         per_projection,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     options

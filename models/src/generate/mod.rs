@@ -73,10 +73,26 @@ pub fn generate(
     options: &GenerateOptions,
     anyone_left: &mut dyn FnMut(bool) -> Result<bool>,
 ) -> Result<Vec<Vec<i32>>> {
+    generate_watched(model, access, prompts, options, anyone_left, &mut |_| ())
+}
+
+/// As [`generate`]. `after_pass` is called after each pass with the new tokens of each prompt so far.
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_watched(
+    model: &dyn VisionLanguageModel,
+    access: &dyn ParamAccess,
+    prompts: &[Prompt<'_>],
+    options: &GenerateOptions,
+    anyone_left: &mut dyn FnMut(bool) -> Result<bool>,
+    after_pass: &mut dyn FnMut(&[Vec<i32>]),
+) -> Result<Vec<Vec<i32>>> {
     options.sampling.check()?;
     let mut decoder = Decoder::new(model, access, prompts, options);
     while anyone_left(!decoder.open.is_empty())? {
         decoder.step()?;
+        after_pass(&decoder.answers);
     }
     Ok(decoder.answers)
 }
@@ -103,6 +119,9 @@ pub fn dry_run_answers(
         let batch = decoder.batch()?;
         drop(pipeline::next_token_logits(model, access, &batch)?);
         decoder.answers.iter_mut().for_each(|answer| answer.push(0));
+        let answers = &decoder.answers;
+        let grows = |i: &usize| answers[*i].len() < prompts[*i].max_new_tokens;
+        decoder.open.retain(grows);
         end()?;
     }
     Ok(())

@@ -261,9 +261,9 @@ impl Glm41vProcessor {
         }
         Ok(Self {
             config,
-            video_limits: match thinks {
-                true => Some(video_limits(dir, &config)?),
-                false => None,
+            video_limits: match model.network {
+                Network::Glm41v => Some(video_limits(dir, &config)?),
+                Network::GlmOcr => None,
             },
             thinks,
             control: control_tokens(&tokenizer, CONTROL),

@@ -7,8 +7,8 @@
 //! The loss covers the line break and the text of every answer, and `<|endoftext|>` after it. At the end of the sample it
 //! is a token; elsewhere it is the label of the next role's token.
 //!
-//! GLM-4.6V-Flash writes answers with their thoughts (`thinking`), results of tools between marks of their own, and
-//! videos as steps of two frames with their times (`videos`).
+//! Both write videos as steps of two frames with their times (`videos`). GLM-4.6V-Flash writes answers with their thoughts
+//! (`thinking`), and results of tools between marks of their own.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -508,7 +508,7 @@ impl Glm41vProcessor {
         pieces.push(Piece::given(marker::VIDEO_START));
         for (step, seconds) in shown.steps(video).zip(&shown.videos[video]) {
             pieces.push(self.image_piece(step, shown));
-            pieces.push(Piece::given(time_text(*seconds)));
+            pieces.push(Piece::given(time_text(*seconds, self.thinks)));
         }
         pieces.push(Piece::given(marker::VIDEO_END));
     }

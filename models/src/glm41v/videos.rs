@@ -57,9 +57,12 @@ pub(super) fn step_seconds(video: &RawVideo, patch_frames: usize) -> Result<Vec<
     }
 }
 
-/// The time that the prompt states after a step.
-pub(super) fn time_text(seconds: f64) -> String {
-    format!("{seconds:.1} seconds")
+/// The time that the prompt states after a step: GLM-4.6V-Flash's text, or GLM-4.1V's whole seconds.
+pub(super) fn time_text(seconds: f64, in_tenths: bool) -> String {
+    match in_tenths {
+        true => format!("{seconds:.1} seconds"),
+        false => format!("{:.0}", seconds.trunc()),
+    }
 }
 
 #[cfg(test)]
@@ -86,10 +89,12 @@ mod tests {
 
     #[test]
     fn times_round_the_binary_number() {
-        let texts = [0.25, 0.35, 1.0, 1.75].map(time_text);
+        let texts =
+            |in_tenths| [0.25, 0.35, 1.0, 1.75].map(|seconds| time_text(seconds, in_tenths));
         assert_eq!(
-            texts,
+            texts(true),
             ["0.2 seconds", "0.3 seconds", "1.0 seconds", "1.8 seconds"]
         );
+        assert_eq!(texts(false), ["0", "0", "1", "1"]);
     }
 }

@@ -113,6 +113,7 @@ fn the_default_adapters_are_those_of_the_decoder() {
         targets: LoraTargets::parse(crate::Family::Glm4v.default_lora_targets()),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     let model = model(options);

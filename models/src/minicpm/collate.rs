@@ -27,8 +27,22 @@ impl MiniCpm {
     /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions`.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let language = &self.config().language;
+        let mut frequencies = rope_frequencies(language.head_dim, language.rope_theta as f32);
+        if let Some(long) = &language.long_rope {
+            let tokens = positions.iter().max().map_or(0, |last| *last as usize + 1);
+            if long.most_tokens.is_some_and(|most| tokens > most) {
+                return Err(ModelError::Config {
+                    field: "rope_scaling.original_max_position_embeddings",
+                    value: long.most_tokens.unwrap_or_default().to_string(),
+                    reason: "a sample has more tokens, and its positions would have other factors (long_factor)",
+                });
+            }
+            for (frequency, factor) in frequencies.iter_mut().zip(&long.factors) {
+                *frequency /= *factor as f32;
+            }
+        }
         let table = RotaryTable {
-            frequencies: rope_frequencies(language.head_dim, language.rope_theta as f32),
+            frequencies,
             layout: RopeLayout::HalfSplit,
         };
         table.rotary(positions, self.options().dtype, backend)

@@ -1,6 +1,8 @@
-//! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6 and 4.5, checked once, so that model code does not have to.
+//! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6, 4.0 and 4.5, checked once, so that model code does not have to.
 
-use crate::config::{ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid};
+use crate::config::{
+    ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid, unsupported,
+};
 use serde_json::Value;
 use std::path::Path;
 
@@ -25,6 +27,8 @@ pub enum Family {
 pub enum Release {
     /// 2.6, whose decoder is Qwen2.
     V2_6,
+    /// 4.0 of MiniCPM-V, whose decoder is MiniCPM4: Llama's, with factors on its rotary wavelengths (longrope).
+    V4_0,
     /// 4.5, whose decoder is Qwen3. Its template writes thoughts, and frames of a video may share features.
     V4_5,
 }
@@ -66,7 +70,7 @@ pub struct LanguageConfig {
     pub num_heads: usize,
     /// Number of key and value heads per block; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of one attention head; `num_heads * head_dim` may differ from `hidden_size` in release 4.5.
+    /// Elements of one attention head; `num_heads * head_dim` may differ from `hidden_size` in releases 4.0 and 4.5.
     pub head_dim: usize,
     /// Whether queries, keys and values have a bias.
     pub qkv_bias: bool,
@@ -78,10 +82,21 @@ pub struct LanguageConfig {
     pub rms_norm_eps: f64,
     /// Base (theta) of the rotary position embedding's frequencies.
     pub rope_theta: f64,
+    /// Factors on the wavelengths of the rotary position embedding, in release 4.0.
+    pub long_rope: Option<LongRope>,
     /// Whether the output head uses the weight of the token embedding.
     pub tie_word_embeddings: bool,
     /// Standard deviation of the normal distribution of random initial weights.
     pub initializer_range: f64,
+}
+
+/// Factors on the wavelengths of a rotary position embedding (`longrope`).
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongRope {
+    /// Factor of each rotating pair of a head (`short_factor`).
+    pub factors: Vec<f64>,
+    /// Most tokens of a sample for which these factors hold; `None` if longer ones have the same (`long_factor`).
+    pub most_tokens: Option<usize>,
 }
 
 /// Sizes of the SigLIP vision tower.
@@ -216,6 +231,7 @@ impl Family {
         };
         match found.as_str() {
             "2.6" => Ok((family, Release::V2_6)),
+            "4.0" | "4" if family == Self::Vision => Ok((family, Release::V4_0)),
             "4.5" => Ok((family, Release::V4_5)),
             _ => {
                 let (letter, nearest) = match family {
@@ -237,9 +253,6 @@ fn lacking(version: &str) -> &'static str {
     match version.split(' ').next() {
         Some("2.0") => "its tower, resampler and decoder (MiniCPM-2.4B) are other ones",
         Some("2.5") => "its decoder is Llama 3 with a prompt of its own",
-        Some("4.0" | "4") => {
-            "its decoder has long positions (longrope) and scalings that were not compared with its weights"
-        }
         _ => "its layout is not implemented",
     }
 }
@@ -264,11 +277,22 @@ impl LanguageConfig {
                 fields.implied("head_dim", implied)?;
                 implied
             }
+            // The class default where the file has no value.
+            Release::V4_0 => match fields.optional::<usize>("head_dim")? {
+                Some(_) => fields.size("head_dim")?,
+                None => divisible("hidden_size", hidden_size, num_heads)?,
+            },
             // The class default.
             Release::V4_5 => fields.size_or("head_dim", 128)?,
         };
-        let rope = Rope::read(fields)?;
+        let rope = match release {
+            Release::V4_0 => Rope::read_kinds(fields, &["default", "longrope"])?,
+            _ => Rope::read(fields)?,
+        };
         rope.constant("partial_rotary_factor", 1.0)?;
+        if release == Release::V4_0 {
+            check_unscaled(fields)?;
+        }
         Ok(Self {
             hidden_size,
             intermediate_size: fields.size("intermediate_size")?,
@@ -278,7 +302,7 @@ impl LanguageConfig {
             head_dim,
             qkv_bias: match release {
                 Release::V2_6 => true,
-                Release::V4_5 => {
+                Release::V4_0 | Release::V4_5 => {
                     fields.expect_flag("attention_bias", false)?;
                     false
                 }
@@ -288,9 +312,78 @@ impl LanguageConfig {
             rms_norm_eps: fields.positive("rms_norm_eps")?,
             // The class default, used where a file has no value.
             rope_theta: rope.number("rope_theta", 1e4)?,
+            long_rope: LongRope::read(fields, &rope, head_dim)?,
             tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
             initializer_range: fields.positive_or("initializer_range", 0.02)?,
         })
+    }
+}
+
+/// Fails if the decoder of release 4.0 has a scaling. The published class ignores these fields except the first, and MiniCPM4
+/// does not, so that only weights could tell what a value means.
+fn check_unscaled(fields: Fields<'_>) -> Result<(), ConfigError> {
+    fields.expect_flag("mlp_bias", false)?;
+    for field in ["scale_emb", "scale_depth", "dim_model_base"] {
+        if fields
+            .nullable::<f64>(field)?
+            .is_some_and(|found| found != 1.0)
+        {
+            return Err(ConfigError::KnownCheckpoint {
+                name: format!("MiniCPM-V 4.0 with {field}"),
+                reason: "its decoder has scalings that were not compared with its weights",
+                nearest: "MiniCPM-V 4.5",
+            });
+        }
+    }
+    Ok(())
+}
+
+impl LongRope {
+    /// The factors of `rope`, if it is of the type longrope, for heads of `head_dim` elements.
+    fn read(
+        fields: Fields<'_>,
+        rope: &Rope<'_>,
+        head_dim: usize,
+    ) -> Result<Option<Self>, ConfigError> {
+        let kinds = [
+            rope.own::<String>("rope_type")?,
+            rope.own::<String>("type")?,
+        ];
+        if !kinds.iter().flatten().any(|kind| kind == "longrope") {
+            return Ok(None);
+        }
+        let factors =
+            |field: &'static str| -> Result<Vec<f64>, ConfigError> {
+                let factors = rope.own::<Vec<f64>>(field)?;
+                let factors =
+                    factors.ok_or_else(|| fields.invalid(format!("longrope without {field}")))?;
+                let are_good = factors.iter().all(|f| f.is_finite() && *f > 0.0);
+                match factors.len() == head_dim / 2 && are_good {
+                    true => Ok(factors),
+                    false => Err(fields
+                        .invalid(format!("{field} must be {} positive numbers", head_dim / 2))),
+                }
+            };
+        let (short, long) = (factors("short_factor")?, factors("long_factor")?);
+        let original = rope.own::<usize>("original_max_position_embeddings")?;
+        let original = original.ok_or_else(|| {
+            fields.invalid("longrope without original_max_position_embeddings".to_owned())
+        })?;
+        // With these, cosines and sines have a factor too.
+        let grows = rope.own::<f64>("factor")?.is_some_and(|f| f > 1.0)
+            || fields.size("max_position_embeddings")? > original;
+        let given = rope.own::<f64>("attention_factor")?;
+        if given.map_or(grows, |factor| factor != 1.0) {
+            return Err(unsupported(
+                "rope_scaling",
+                "longrope beyond original_max_position_embeddings".to_owned(),
+                "longrope up to it, without attention_factor",
+            ));
+        }
+        Ok(Some(Self {
+            most_tokens: (short != long).then_some(original),
+            factors: short,
+        }))
     }
 }
 
@@ -412,7 +505,7 @@ mod tests {
         assert!(with("/version", json!(4.5)).is_ok());
         assert!(with("/version", json!("4.5")).is_ok());
         for (version, name) in [
-            (json!(4.0), "MiniCPM-V 4.0"),
+            (json!(4.1), "MiniCPM-V 4.1"),
             (json!("4.6"), "MiniCPM-V 4.6"),
         ] {
             let error = with("/version", version).unwrap_err();
@@ -429,6 +522,73 @@ mod tests {
         let mut config = base();
         config.as_object_mut().unwrap().shift_remove("version");
         assert!(parse(&config).unwrap_err().to_string().contains("2.5"));
+    }
+
+    /// A decoder of release 4.0 with `scaling` as its `rope_scaling`.
+    fn release_4_0(scaling: &Value) -> Value {
+        let mut config = base();
+        config["version"] = json!(4.0);
+        config["head_dim"] = json!(8);
+        config["max_position_embeddings"] = json!(64);
+        config["rope_scaling"] = scaling.clone();
+        config
+    }
+
+    fn longrope() -> Value {
+        json!({
+            "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 4.0],
+            "long_factor": [1.0, 1.5, 2.0, 4.0], "original_max_position_embeddings": 64
+        })
+    }
+
+    #[test]
+    fn release_4_0_has_factors_of_its_rotary_wavelengths() {
+        let config = parse(&release_4_0(&longrope())).unwrap().language;
+        assert_eq!((config.qkv_bias, config.head_norms), (false, false));
+        let found = config.long_rope.unwrap();
+        assert_eq!(
+            (&found.factors[..], found.most_tokens),
+            (&[1.0, 1.5, 2.0, 4.0][..], None)
+        );
+        let mut other = longrope();
+        other["long_factor"][3] = json!(8.0);
+        let found = parse(&release_4_0(&other)).unwrap().language.long_rope;
+        assert_eq!(found.unwrap().most_tokens, Some(64));
+        let plain = parse(&release_4_0(&Value::Null)).unwrap().language;
+        assert_eq!(plain.long_rope, None);
+        assert!(with("/rope_scaling", longrope()).is_err(), "release 2.6");
+    }
+
+    #[test]
+    fn what_release_4_0_may_mean_is_refused_until_it_was_compared() {
+        for (field, value) in [
+            ("scale_emb", json!(12)),
+            ("scale_depth", json!(1.4)),
+            ("dim_model_base", json!(256)),
+        ] {
+            let mut config = release_4_0(&longrope());
+            config[field] = value;
+            let error = parse(&config).unwrap_err().to_string();
+            assert!(
+                error.contains("MiniCPM-V 4.0") && error.contains(field),
+                "{error}"
+            );
+            config[field] = json!(1);
+            assert!(parse(&config).is_ok(), "{field}");
+        }
+        for (field, value) in [
+            ("attention_factor", json!(1.2)),
+            ("factor", json!(4.0)),
+            ("original_max_position_embeddings", json!(32)),
+            ("original_max_position_embeddings", Value::Null),
+            ("short_factor", json!([1.0, 1.5, 2.0])),
+            ("long_factor", json!([1.0, 1.5, 2.0, 0.0])),
+            ("rope_type", json!("yarn")),
+        ] {
+            let mut scaling = longrope();
+            scaling[field] = value;
+            assert!(parse(&release_4_0(&scaling)).is_err(), "{field}");
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The decoder and its head: Qwen2 in release 2.6, Qwen3 in 4.5.
+//! The decoder and its head: Qwen2 in release 2.6, MiniCPM4 (of Llama) in 4.0, Qwen3 in 4.5.
 
 use super::config::LanguageConfig;
 use crate::nn::{BlockNames, DecoderBlockConfig, DecoderConfig};

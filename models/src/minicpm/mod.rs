@@ -1,4 +1,4 @@
-//! MiniCPM-V 2.6 and 4.5, and the vision + text path of MiniCPM-o 2.6 and 4.5.
+//! MiniCPM-V 2.6, 4.0 and 4.5, and the vision + text path of MiniCPM-o 2.6 and 4.5.
 //!
 //! | module | part |
 //! |---|---|

@@ -33,6 +33,7 @@ fn config() -> MiniCpmConfig {
             vocab_size: 19,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
+            long_rope: None,
             tie_word_embeddings: false,
             // Larger than usual, so that a tiny model's logits differ.
             initializer_range: 0.2,
@@ -105,6 +106,7 @@ fn lora(targets: &str) -> LoraConfig {
         targets: LoraTargets::parse(targets),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     }
 }

@@ -16,6 +16,7 @@
 //! Arithmetic is `f32` without fused multiply-add. So every SIMD path, split and thread count gives the same bits.
 
 mod blockwise;
+mod codec;
 mod storage;
 mod update;
 pub(crate) mod windows;

@@ -45,6 +45,7 @@ impl Avx512 {
 
 impl Lanes for Avx512 {
     const N: usize = 16;
+    const PERMUTES: bool = true;
     type F = __m512;
     type U = __m512i;
 
@@ -213,6 +214,60 @@ impl Lanes for Avx512 {
                 _mm512_permutex2var_ps(a, odd, b),
             ]
         }
+    }
+    #[inline(always)]
+    fn min(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_sub_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn above(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_movm_epi32(_mm512_cmpgt_epi32_mask(a, b)) }
+    }
+    #[inline(always)]
+    fn look_up_8(self, table: &[u32; 8], at: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            let half = _mm256_loadu_si256(table.as_ptr().cast());
+            let at = _mm512_and_si512(at, _mm512_set1_epi32(7));
+            _mm512_permutexvar_epi32(at, _mm512_castsi256_si512(half))
+        }
+    }
+    #[inline(always)]
+    fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm512_shuffle_epi8(table, at)
+        }
+    }
+    #[inline(always)]
+    fn look_up<const LEN: usize>(self, table: &[u32; LEN], at: Self::U) -> Self::U {
+        const { assert!(LEN.is_power_of_two() && LEN <= 1 << 31) };
+        let at = self.and(at, self.u(LEN as u32 - 1));
+        // SAFETY: the instructions exist, and every index is below the length of the table.
+        unsafe { _mm512_i32gather_epi32::<4>(at, table.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U {
+        assert!(at.len() >= Self::N);
+        // SAFETY: the instructions exist, the slice holds what is read, and every byte is below the length of the table.
+        unsafe {
+            let at = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.as_ptr().cast()));
+            _mm512_i32gather_epi32::<4>(at, table.as_ptr().cast())
+        }
+    }
+    #[inline(always)]
+    fn store_bytes(self, to: &mut [u8], x: Self::U) {
+        assert!(to.len() >= Self::N);
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x)) }
     }
     #[inline(always)]
     fn prefetch<T>(self, at: *const T) {

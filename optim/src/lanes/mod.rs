@@ -26,6 +26,8 @@ pub(crate) trait Lanes: Copy {
     const N: usize;
     /// Elements per loop iteration: two vectors of 32-bit numbers, or one of 16-bit numbers.
     const ITEM: usize = 2 * Self::N;
+    /// Whether look-ups in tables of eight entries are one instruction.
+    const PERMUTES: bool;
     /// Type of a vector of `f32` numbers.
     type F: Copy;
     /// Type of a vector of `u32` numbers.
@@ -44,13 +46,18 @@ pub(crate) trait Lanes: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     fn sqrt(self, a: Self::F) -> Self::F;
 
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U;
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn and(self, a: Self::U, b: Self::U) -> Self::U;
     fn xor(self, a: Self::U, b: Self::U) -> Self::U;
     fn max_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn shr<const BITS: u32>(self, a: Self::U) -> Self::U;
     fn shl<const BITS: u32>(self, a: Self::U) -> Self::U;
+    /// All bits where a number of `a` is above that of `b`, else none. The numbers must be below 2^31.
+    fn above(self, a: Self::U, b: Self::U) -> Self::U;
     /// Whether every number is below `limit`. The numbers and `limit` must be below 2^31.
     fn all_below(self, a: Self::U, limit: u32) -> bool;
 
@@ -72,6 +79,17 @@ pub(crate) trait Lanes: Copy {
     fn high_halves(self, a: Self::U, b: Self::U) -> Self::U;
     /// Splits the elements of two consecutive vectors into those at even and those at odd indices.
     fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2];
+    /// Entries of a table at the given indices, modulo 8.
+    fn look_up_8(self, table: &[u32; 8], at: Self::U) -> Self::U;
+    /// Entries of a table at the given indices, and its first entry, which must be 0, at indices from 2^32 - 128 on.
+    /// Other indices must be below 16.
+    fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U;
+    /// Entries of a table at the given indices, modulo its length, a power of two.
+    fn look_up<const LEN: usize>(self, table: &[u32; LEN], at: Self::U) -> Self::U;
+    /// Entries of a table at the first [`Lanes::N`] bytes of a slice.
+    fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U;
+    /// Stores numbers below 256 as bytes.
+    fn store_bytes(self, to: &mut [u8], x: Self::U);
     /// Prefetches the cache line of an address, which may be invalid.
     fn prefetch<T>(self, at: *const T);
 

@@ -22,6 +22,7 @@ fn both<A: Copy, B>(a: [A; N], b: [A; N], f: impl Fn(A, A) -> B) -> [B; N] {
 
 impl Lanes for Portable {
     const N: usize = N;
+    const PERMUTES: bool = false;
     type F = [f32; N];
     type U = [u32; N];
 
@@ -157,6 +158,44 @@ impl Lanes for Portable {
             std::array::from_fn(|i| number(2 * i)),
             std::array::from_fn(|i| number(2 * i + 1)),
         ]
+    }
+    #[inline(always)]
+    fn min(self, a: Self::F, b: Self::F) -> Self::F {
+        both(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
+        both(a, b, u32::wrapping_sub)
+    }
+    #[inline(always)]
+    fn above(self, a: Self::U, b: Self::U) -> Self::U {
+        both(a, b, |a, b| u32::from(a > b).wrapping_neg())
+    }
+    #[inline(always)]
+    fn look_up_8(self, table: &[u32; 8], at: Self::U) -> Self::U {
+        each(at, |at| table[at as usize & 7])
+    }
+    #[inline(always)]
+    fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U {
+        each(at, |at| {
+            table.get(at as usize).map_or(0, |entry| u32::from(*entry))
+        })
+    }
+    #[inline(always)]
+    fn look_up<const LEN: usize>(self, table: &[u32; LEN], at: Self::U) -> Self::U {
+        const { assert!(LEN.is_power_of_two()) };
+        each(at, |at| table[at as usize & (LEN - 1)])
+    }
+    #[inline(always)]
+    fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U {
+        let at = &at[..N];
+        std::array::from_fn(|i| table[usize::from(at[i])])
+    }
+    #[inline(always)]
+    fn store_bytes(self, to: &mut [u8], x: Self::U) {
+        for (to, x) in to[..N].iter_mut().zip(x) {
+            *to = x as u8;
+        }
     }
     #[inline(always)]
     fn prefetch<T>(self, _: *const T) {}

@@ -8,8 +8,6 @@
 //! must give the same bits.
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -17,9 +15,9 @@ use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take};
+use kernels::cuda::device_kind::DeviceKind;
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
-use kernels::cuda::module::Module;
 
 use crate::clock::Clock;
 use crate::draws::Draws;
@@ -68,10 +66,27 @@ pub fn with_graphs(
 pub enum Library {
     /// None: our own kernels compute all products.
     Absent,
-    /// A library that computes every product.
+    /// A library that computes every product of one sum.
     Multiplies,
-    /// A library without an algorithm for any product.
+    /// A library that also computes adapted layers, as on compute capability 9 and 10.
+    Adapts,
+    /// The same without an algorithm for any product.
     Refuses,
+}
+
+impl Library {
+    /// Kind of an emulated GPU with this library.
+    #[must_use]
+    pub const fn kind(self) -> DeviceKind {
+        DeviceKind {
+            multiprocessors: MULTIPROCESSORS,
+            compute_capability: match self {
+                Self::Absent | Self::Multiplies => None,
+                Self::Adapts | Self::Refuses => Some((9, 0)),
+            },
+            has_library: !matches!(self, Self::Absent),
+        }
+    }
 }
 
 /// A machine whose buffers belong to one backend.
@@ -80,13 +95,6 @@ pub struct EmulatedGpu {
     state: Mutex<State>,
     library: Library,
     crossing: Option<Arc<Crossing>>,
-    /// Largest size of an allocation in bytes.
-    room: u64,
-    /// File that tells how the memory was freed, if any.
-    note: Option<PathBuf>,
-    abandoned: AtomicBool,
-    /// Number of modules of the last list to compile ahead.
-    compiled_ahead: AtomicU64,
 }
 
 /// Delays fetches and uploads until one of each is in flight. It shows whether both bus directions can be busy at once.
@@ -427,10 +435,6 @@ impl EmulatedGpu {
             state: Mutex::new(state),
             library: Library::Absent,
             crossing: None,
-            room: u64::MAX,
-            note: None,
-            abandoned: AtomicBool::new(false),
-            compiled_ahead: AtomicU64::new(0),
         }
     }
 
@@ -445,20 +449,6 @@ impl EmulatedGpu {
     #[must_use]
     pub fn with_library(mut self, library: Library) -> Self {
         self.library = library;
-        self
-    }
-
-    /// The same machine, which refuses allocations above `bytes`.
-    #[must_use]
-    pub fn with_room(mut self, bytes: u64) -> Self {
-        self.room = bytes;
-        self
-    }
-
-    /// The same machine, which writes to this file how it was freed: `freed`, or `abandoned` before.
-    #[must_use]
-    pub fn with_note(mut self, file: PathBuf) -> Self {
-        self.note = Some(file);
         self
     }
 
@@ -504,15 +494,11 @@ fn commands(event: &Event) -> Result<u64, Cause> {
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for EmulatedGpu {
-    fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+    fn kind(&self) -> DeviceKind {
+        self.library.kind()
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
-        if bytes > self.room {
-            let call = format!("allocating {bytes} bytes on the GPU");
-            return Err(format!("{call} failed: CUDA_ERROR_OUT_OF_MEMORY").into());
-        }
         let mut state = self.lock();
         // The trait promises that no step allocates device memory.
         if !state.buffers.is_empty() {
@@ -524,25 +510,10 @@ unsafe impl Executor for EmulatedGpu {
     }
 
     fn free(&self, memory: Address) {
-        if let Some(file) = &self.note {
-            let abandoned = self.abandoned.load(Ordering::Relaxed);
-            let how = if abandoned { "abandoned" } else { "freed" };
-            let kernels = self.compiled_ahead.load(Ordering::Relaxed);
-            let _unused_outcome = std::fs::write(file, format!("{how}, {kernels} modules"));
-        }
         let mut state = self.lock();
         // Remaining commands have no reader. The machine keeps its memory, and nothing may use it any more.
         state.queue.clear();
         state.buffers.retain(|b| b.address != memory);
-    }
-
-    fn compile_ahead(&self, modules: &[Module]) {
-        self.compiled_ahead
-            .fetch_max(modules.len() as u64, Ordering::Relaxed);
-    }
-
-    fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
     }
 
     unsafe fn write(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
@@ -663,17 +634,13 @@ unsafe impl Executor for EmulatedGpu {
         self.lock().push(Command::Launch(Box::new(launch.clone())))
     }
 
-    fn multiplies(&self) -> bool {
-        self.library != Library::Absent
-    }
-
     unsafe fn multiply(
         &self,
         product: &Multiply,
         workspace: Address,
         workspace_bytes: u64,
     ) -> Result<bool, Cause> {
-        if self.library != Library::Multiplies {
+        if matches!(self.library, Library::Absent | Library::Refuses) {
             return Ok(false);
         }
         let mut state = self.lock();

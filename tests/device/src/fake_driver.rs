@@ -28,6 +28,10 @@ pub fn build(directory: &Path) -> Result<()> {
     let library: &[&str] = &["-shared", "-fPIC", "-fvisibility=hidden"];
     let sources: &[&str] = &[
         "driver.cpp",
+        "memory.cpp",
+        "streams.cpp",
+        "launches.cpp",
+        "sharing.cpp",
         "management.cpp",
         "products.cpp",
         "collectives.cpp",

@@ -15,7 +15,7 @@ pub mod gpu;
 #[expect(unsafe_code, reason = "implements what a backend trusts")]
 pub mod linked;
 pub mod machine;
-mod network;
+pub mod model;
 pub mod numbers;
 pub mod paired;
 pub mod random;

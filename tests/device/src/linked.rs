@@ -13,13 +13,13 @@ use crate::executor::give_in_pieces;
 use kernels::Lane;
 use kernels::cuda::backend::graphs::{self, Graphs};
 use kernels::cuda::backend::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use kernels::cuda::device_kind::DeviceKind;
 use kernels::cuda::launch::{Address, Launch};
 
 use crate::draws::Draws;
 use crate::emulator::{Emulator, Order};
-use crate::executor::MULTIPROCESSORS;
+use crate::executor::Library;
 use crate::machine::{Buffer, Machine};
-use crate::network::{Door, Network};
 
 /// Largest number of waiting compute commands, since they own copies of the data they write.
 const QUEUE: usize = 512;
@@ -102,16 +102,6 @@ pub struct LinkedGpu {
     copies: Copies,
     trouble: Option<Trouble>,
     lost: Option<Lost>,
-    /// The library, if the process group's other GPUs belong to other processes.
-    library: Option<Mutex<NetworkLibrary>>,
-}
-
-/// A library of collectives that reaches other processes.
-#[derive(Debug)]
-struct NetworkLibrary {
-    version: String,
-    door: Option<Door>,
-    group: Option<Network>,
 }
 
 /// Shared state of the GPUs of a node.
@@ -293,7 +283,6 @@ impl LinkedGpu {
             copies,
             trouble: None,
             lost: None,
-            library: None,
         };
         (0..count).map(gpu).collect()
     }
@@ -305,47 +294,6 @@ impl LinkedGpu {
             trouble: Some(trouble),
             ..self
         }
-    }
-
-    /// The same GPU with a library of this version that reaches GPUs of other processes. Its collectives are finished
-    /// when they are queued.
-    #[must_use]
-    pub fn with_network(self, version: &str) -> Self {
-        let library = NetworkLibrary {
-            version: version.into(),
-            door: None,
-            group: None,
-        };
-        Self {
-            library: Some(Mutex::new(library)),
-            ..self
-        }
-    }
-
-    fn network(&self) -> Option<MutexGuard<'_, NetworkLibrary>> {
-        let library = self.library.as_ref()?;
-        Some(library.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Finishes the queued communication, then exchanges bytes with all processes. Returns this rank and everybody's
-    /// bytes; `None` without a network.
-    fn exchange(
-        &self,
-        what: &str,
-        from: impl Fn(usize) -> Address,
-        bytes: u64,
-    ) -> Result<Option<(usize, Vec<Vec<u8>>)>, Cause> {
-        let Some(mut library) = self.network() else {
-            return Ok(None);
-        };
-        let group = library.group.as_mut().ok_or("no group was joined")?;
-        let mut devices = self.lock();
-        let queued = devices[self.index].lanes[Stream::Communication as usize].queued;
-        run(&mut devices, self.index, Stream::Communication, queued)?;
-        let own = devices[self.index].read(from(group.rank), bytes as usize)?;
-        drop(devices);
-        let all = group.exchange(what, &own)?;
-        Ok(Some((group.rank, all)))
     }
 
     /// The same GPU without this wait. All accesses of its kernels are checked, since late data leaves arbitrary row
@@ -484,8 +432,8 @@ unsafe impl Graphs for LinkedGpu {
 
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for LinkedGpu {
-    fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+    fn kind(&self) -> DeviceKind {
+        Library::Absent.kind()
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
@@ -760,9 +708,6 @@ impl LinkedGpu {
 
 impl GroupExecutor for LinkedGpu {
     fn version(&self) -> Result<String, Cause> {
-        if let Some(library) = self.network() {
-            return Ok(library.version.clone());
-        }
         Ok(match self.trouble {
             Some(Trouble::OtherVersion) => OTHER_VERSION,
             _ => VERSION,
@@ -771,20 +716,10 @@ impl GroupExecutor for LinkedGpu {
     }
 
     fn id(&self) -> Result<Vec<u8>, Cause> {
-        if let Some(mut library) = self.network() {
-            return library.door.insert(Door::open()?).name();
-        }
         Ok(vec![1])
     }
 
-    fn join(&self, id: &[u8], rank: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
-        if let Some(mut library) = self.network() {
-            let door = library.door.take();
-            library.group = Some(Network::join(door, id, rank, size, deadline)?);
-            // Nobody waits for any events except those of this rank.
-            self.lock()[self.index].members = vec![self.index; size];
-            return Ok(());
-        }
+    fn join(&self, id: &[u8], _: usize, size: usize, deadline: Duration) -> Result<(), Cause> {
         if *id != [1] {
             return Err("the name of no group".into());
         }
@@ -809,24 +744,10 @@ impl GroupExecutor for LinkedGpu {
     }
 
     fn size(&self) -> usize {
-        if let Some(library) = self.network() {
-            return library.group.as_ref().map_or(0, |group| group.size);
-        }
         self.lock()[self.index].members.len()
     }
 
     unsafe fn all_gather(&self, whole: Address, part: u64) -> Result<(), Cause> {
-        let place = |rank: usize| Address(whole.0 + rank as u64 * part);
-        if let Some((rank, all)) = self.exchange("all_gather", place, part)? {
-            for (peer, bytes) in all
-                .into_iter()
-                .enumerate()
-                .filter(|(peer, _)| *peer != rank)
-            {
-                self.queue(Stream::Communication, Command::Write(place(peer), bytes))?;
-            }
-            return Ok(());
-        }
         self.collective(whole, |own, devices, places| {
             for (rank, (device, offset)) in places.iter().enumerate() {
                 let at = rank as u64 * part;
@@ -846,19 +767,6 @@ impl GroupExecutor for LinkedGpu {
     }
 
     unsafe fn reduce_scatter(&self, from: Address, to: Address, elems: u64) -> Result<(), Cause> {
-        let all = 4 * elems * self.size() as u64;
-        if let Some((rank, all)) = self.exchange("reduce_scatter", |_| from, all)? {
-            let own = |bytes: &Vec<u8>| -> Vec<f32> {
-                let part = 4 * elems as usize;
-                bytemuck::pod_collect_to_vec(&bytes[rank * part..][..part])
-            };
-            let sum = all.iter().map(own).reduce(|mut sum, values| {
-                sum.iter_mut().zip(values).for_each(|(s, x)| *s += x);
-                sum
-            });
-            let sum = bytemuck::cast_slice(&sum.unwrap_or_default()).to_vec();
-            return self.queue(Stream::Communication, Command::Write(to, sum));
-        }
         let rank = self.rank()? as u64;
         self.collective(from, |own, devices, places| {
             devices[own.index].pulled_bytes += (places.len() as u64 - 1) * 4 * elems;

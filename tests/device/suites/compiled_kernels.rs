@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, ensure};
 use device_tests::compile::{self, ARCHITECTURES, SHARED_LIMIT, Table};
+use kernels::cuda::image::{Cache, Images, Origin};
 use kernels::cuda::library::Search;
 use kernels::cuda::module::Module;
 use kernels::cuda::nvrtc::Compiler;
@@ -31,19 +32,21 @@ fn main() -> ExitCode {
         None => ARCHITECTURES.into(),
     };
     match Compiler::find(&search) {
-        Ok(compiler) => match check(compiler, &architectures) {
-            Ok(kernels) => {
-                println!(
-                    "compiled_kernels: {kernels} kernels on {} ok",
-                    architectures.join(", ")
-                );
-                ExitCode::SUCCESS
+        Ok(compiler) => {
+            match compiled_ahead(&search).and_then(|()| check(compiler, &architectures)) {
+                Ok(kernels) => {
+                    println!(
+                        "compiled_kernels: {kernels} kernels on {} ok",
+                        architectures.join(", ")
+                    );
+                    ExitCode::SUCCESS
+                }
+                Err(error) => {
+                    println!("compiled_kernels: FAILED: {error:#}");
+                    ExitCode::FAILURE
+                }
             }
-            Err(error) => {
-                println!("compiled_kernels: FAILED: {error:#}");
-                ExitCode::FAILURE
-            }
-        },
+        }
         Err(error) if std::env::var_os("TESSERA_REQUIRE_NVRTC").is_some() => {
             println!("compiled_kernels: FAILED: {error}");
             ExitCode::FAILURE
@@ -53,6 +56,31 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
     }
+}
+
+/// Two ranks compile the kernels of a run ahead. A later process finds all of them in the cache.
+fn compiled_ahead(search: &Search) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let images = || {
+        let cache = Cache::new(directory.path());
+        // A driver newer than any compiler.
+        Images::new((8, 6), (99, 0), search, Some(cache))
+    };
+    let modules: Vec<Module> = compile::modules().into_iter().take(3).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| images().compile_ahead(&modules));
+        }
+    });
+    for module in &modules {
+        let origin = images().get(module)?.origin;
+        ensure!(
+            matches!(origin, Origin::Cache(_)),
+            "{} was not compiled ahead: {origin:?}",
+            module.name()
+        );
+    }
+    Ok(())
 }
 
 fn check(compiler: Compiler, architectures: &[&str]) -> Result<usize> {

@@ -105,6 +105,34 @@ fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
     Ok(())
 }
 
+/// A library computes the wide products of adapted layers where it is chosen for them.
+#[test]
+fn adapted_layers_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
+    let multiplied = |library| -> kernels::Result<u64> {
+        let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
+        let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+        let checks = kernels::verify::all();
+        let layers = checks
+            .iter()
+            .filter(|check| check.name.starts_with("adapted layer of"));
+        for check in layers {
+            if let Err(error) = check.run(&device) {
+                panic!("{error}");
+            }
+        }
+        Ok(gpu.multiplied())
+    };
+    let [without, with] = [
+        multiplied(Library::Multiplies)?,
+        multiplied(Library::Adapts)?,
+    ];
+    assert!(
+        with > without + 10,
+        "{with} products, {without} without adapted layers"
+    );
+    Ok(())
+}
+
 /// If the library refuses, results have the bits of our own kernels, and the scratch memory is large enough for them.
 #[test]
 fn products_that_a_library_refuses_have_the_bits_of_our_kernels() -> kernels::Result<()> {

@@ -274,6 +274,7 @@ impl AdapterConfig {
             targets: LoraTargets::Pattern(self.target_modules.clone()),
             layers: None,
             per_projection: false,
+            use_rslora: false,
             modules_to_save: modules_to_save.iter().map(|m| (*m).to_owned()).collect(),
         }
     }

@@ -127,6 +127,7 @@ pub fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajec
         targets: LoraTargets::parse(&qlora.targets.join(",")),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     let adapter = |name: &str| {

@@ -1,6 +1,11 @@
 //! Batch sizes, order of the data, recompute, loader threads.
 
-use crate::site::{Site, log_rows, losses, read_json};
+use crate::site::{Site, log_rows, losses, read_json, text_only};
+use models::WeightSource;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use tests::tolerance;
 
 /// Peak bytes of the device pool in a run.
 fn device_peak(site: &Site, run: &str) -> u64 {
@@ -42,7 +47,7 @@ fn recompute_groups_of_layers_do_not_change_the_bits() {
     let mut config = read_json(&site.path("model/config.json"));
     config["num_hidden_layers"] = 5.into();
     config["vision_config"]["num_hidden_layers"] = 3.into();
-    std::fs::write(site.path("model/config.json"), config.to_string()).unwrap();
+    fs::write(site.path("model/config.json"), config.to_string()).unwrap();
     let train = |name: &str, flags: &str| {
         site.train(&format!(
             "--init random --max-steps 3 --gradient-accumulation-steps 2 --output {name} {flags}"
@@ -102,6 +107,135 @@ fn loader_options_and_limits_do_not_change_results() {
     assert_eq!(train("three", "--dataloader_num_workers 3").0, auto);
     let (_, screen) = train("limited", "--limit 2");
     assert!(screen.contains(" 2 samples"), "{screen}");
+}
+
+/// Samples of many lengths: texts of one to nine sentences, and the images of the site.
+fn skewed(site: &Site) {
+    let texts = (1..24).map(|number| {
+        let mut sample = text_only(number);
+        let said = sample["conversations"][1]["content"].as_str().unwrap();
+        sample["conversations"][1]["content"] = said.repeat(1 + number % 9).into();
+        sample
+    });
+    let all: Vec<Value> = texts.chain(site.samples().into_iter().take(3)).collect();
+    site.write_samples("skewed", &all);
+}
+
+/// What a run changed of each tensor of the model.
+fn change(site: &Site, run: &str) -> BTreeMap<String, Vec<f32>> {
+    let (before, after) = (site.path("model"), site.path(run).join("checkpoint-1"));
+    let [before, after] = [before, after].map(|path| WeightSource::open(&path).unwrap());
+    let read = |source: &WeightSource, name: &str| -> Vec<f32> {
+        bytemuck::pod_collect_to_vec(&source.read(name, kernels::DType::F32).unwrap())
+    };
+    let names = after.names().map(str::to_owned);
+    names
+        .map(|name| {
+            let pairs = read(&before, &name).into_iter().zip(read(&after, &name));
+            let change = pairs.map(|(before, after)| after - before).collect();
+            (name, change)
+        })
+        .collect()
+}
+
+fn largest(values: &[f32]) -> f64 {
+    values
+        .iter()
+        .fold(0.0, |most, value| most.max(f64::from(value.abs())))
+}
+
+#[test]
+fn a_budget_of_tokens_gives_the_loss_and_gradients_of_its_samples_one_by_one() {
+    let site = Site::new();
+    skewed(&site);
+    // With this epsilon an update is the gradient, at a learning rate of the same size.
+    let line = "--data data/skewed.json --nproc 1 --max-steps 1 --learning-rate 1e4 --adam-epsilon 1e4 --warmup-ratio 0 \
+        --weight-decay 0 --max-grad-norm 0 --adam-beta1 0 --longest-first false --lr-scheduler-type constant";
+    let screen = site
+        .train(&format!("{line} --tokens-per-batch 500 --output budget"))
+        .screen;
+    assert!(screen.contains("up to 500 tokens per rank"), "{screen}");
+    let row = &log_rows(&site.path("budget"))[0];
+    let taken = (row["epoch"].as_f64().unwrap() * 26.0).round();
+    assert!(taken > 3.0, "{row}");
+    site.train(&format!(
+        "{line} --gradient-accumulation-steps {taken} --output single"
+    ));
+    let single = &log_rows(&site.path("single"))[0];
+    assert_eq!(row["total_tokens"], single["total_tokens"]);
+    let [loss, other] = [row, single].map(|row| row["loss"].as_f64().unwrap());
+    assert!((loss - other).abs() < tolerance::LOSS, "{loss} {other}");
+    let (budget, single) = (change(&site, "budget"), change(&site, "single"));
+    let most = single
+        .values()
+        .map(|values| largest(values))
+        .fold(0.0, f64::max);
+    assert!(most > 0.0);
+    for (name, values) in &single {
+        let apart: Vec<f32> = values
+            .iter()
+            .zip(&budget[name])
+            .map(|(a, b)| a - b)
+            .collect();
+        let bound =
+            tolerance::GRADIENT_OF_OWN * largest(values) + tolerance::GRADIENT_OF_MODEL * most;
+        assert!(
+            largest(&apart) <= bound,
+            "{name}: {} of {}",
+            largest(&apart),
+            largest(values)
+        );
+    }
+}
+
+#[test]
+fn a_budget_of_tokens_resumes_and_takes_the_same_samples_on_other_ranks() {
+    let site = Site::new();
+    skewed(&site);
+    let line = "--data data/skewed.json --tokens-per-batch 300 --lr-scheduler-type constant";
+    site.train(&format!(
+        "{line} --nproc 2 --max-steps 4 --save-steps 2 --output whole"
+    ));
+    let whole = losses(&site.path("whole"));
+    site.train(&format!(
+        "{line} --nproc 2 --max-steps 4 --resume whole/checkpoint-2 --output part"
+    ));
+    assert_eq!(losses(&site.path("part")), whole[2..]);
+    let weights = |run: &str| fs::read(site.path(&format!("{run}/checkpoint-4/model.safetensors")));
+    assert!(weights("whole").unwrap() == weights("part").unwrap());
+    site.train(&format!(
+        "{line} --nproc 1 --gradient-accumulation-steps 2 --max-steps 4 --output one"
+    ));
+    let tokens = |run: &str| log_rows(&site.path(run))[3]["total_tokens"].clone();
+    assert_eq!(tokens("one"), tokens("whole"));
+    for (loss, other) in losses(&site.path("one")).iter().zip(&whole) {
+        assert!(
+            (loss - other).abs() < tolerance::TRAJECTORY,
+            "{loss} {other}"
+        );
+    }
+    // The plan has the budget: every micro-batch fits, and a larger one needs more.
+    let needs = |budget: usize| {
+        let line = format!(
+            "plan --model model --data data/skewed.json --nproc 2 --tokens-per-batch {budget} --json"
+        );
+        let plan = crate::generate::run(&site, &line).json();
+        plan["peak_bytes_per_rank"]["device"].as_u64().unwrap()
+    };
+    assert!(device_peak(&site, "whole") <= needs(300));
+    assert!(needs(300) < needs(600));
+    // Another budget takes other samples in each step.
+    let other = "--data data/skewed.json --tokens-per-batch 400 --nproc 2 --max-steps 4 --resume whole/checkpoint-2 --output x";
+    let screen = site.refuse(other, 9, "E08");
+    for part in ["--tokens-per-batch 300", "--tokens-per-batch 400"] {
+        assert!(screen.contains(part), "{screen}");
+    }
+    let screen = site.refuse("--data data/skewed.json --tokens-per-batch 5", 3, "E06");
+    assert!(
+        screen.contains("has more tokens than --tokens-per-batch 5"),
+        "{screen}"
+    );
+    site.refuse("--tokens-per-batch 300 --global-batch-size 4", 2, "E09");
 }
 
 #[test]

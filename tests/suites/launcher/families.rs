@@ -3,7 +3,8 @@
 use crate::generate::run;
 use crate::site::{Site, golden, losses, read_json};
 use crate::tuning::journey;
-use safetensors::SafeTensors;
+use models::adapter::Adapter;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -91,8 +92,19 @@ fn tensors(file: &Path, prefix: &str) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
+/// Dtype and shape of every tensor of a directory, by name.
+fn described(directory: &Path) -> BTreeMap<String, (Dtype, Vec<usize>)> {
+    let bytes = fs::read(directory.join("model.safetensors")).unwrap();
+    let all = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = all.iter();
+    tensors
+        .map(|(name, tensor)| (name.to_owned(), (tensor.dtype(), tensor.shape().to_vec())))
+        .collect()
+}
+
+/// `.ci/check-exports` loads such exports in transformers and peft.
 #[test]
-fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
+fn exports_have_the_base_models_tensors_and_settings_and_keep_those_that_no_model_has() {
     for (pack, prefixes, named) in [
         (
             "glm-ocr",
@@ -104,6 +116,8 @@ fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
             &["apm.", "audio_projection_layer.", "tts."],
             "tts ",
         ),
+        ("minicpm-v-4_5", &[], ""),
+        ("glm-4.6v-flash", &[], ""),
     ] {
         let site = Site::with_family(pack);
         let screen = site
@@ -114,12 +128,21 @@ fn tensors_that_no_model_has_come_out_of_an_export_byte_for_byte() {
         let outcome = site.start_plain(line).finish();
         assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
         site.train("--zero 3 --nproc 2 --max-steps 1 --output full");
-        for prefix in prefixes {
-            let kept = tensors(&site.path("model/model.safetensors"), prefix);
-            assert!(!kept.is_empty(), "{pack}: {prefix}");
-            for export in ["merged", "full/checkpoint-1"] {
-                let file = site.path(export).join("model.safetensors");
-                assert_eq!(tensors(&file, prefix), kept, "{pack}: {export}");
+        let model = site.path("model");
+        for export in ["merged", "full/checkpoint-1"].map(|name| site.path(name)) {
+            assert_eq!(
+                described(&export),
+                described(&model),
+                "{}",
+                export.display()
+            );
+            let settings = |directory: &Path| read_json(&directory.join("config.json"));
+            assert_eq!(settings(&export), settings(&model), "{}", export.display());
+            for prefix in prefixes {
+                let [kept, found] = [&model, &export]
+                    .map(|directory| tensors(&directory.join("model.safetensors"), prefix));
+                assert!(!kept.is_empty(), "{pack}: {prefix}");
+                assert_eq!(found, kept, "{pack}: {}", export.display());
             }
         }
     }
@@ -145,6 +168,13 @@ fn videos_of_frames_train() {
     .unwrap();
     site.train("--data data/film.jsonl --nproc 2 --zero 3 --max-steps 2");
     assert_eq!(losses(&site.path("out")).len(), 2);
+    let older = golden("glm-4.1v-9b-thinking");
+    let line = format!(
+        "--data data/film.jsonl --max-steps 2 --output older --model {}",
+        older.display()
+    );
+    site.train(&line);
+    assert_eq!(losses(&site.path("older")).len(), 2);
     let other = Site::with_family("glm-ocr");
     fs::create_dir(other.path("data/film")).unwrap();
     for frame in 0..4 {
@@ -202,6 +232,21 @@ fn adapters_of_projections_are_exported_for_peft() {
         config["alpha_pattern"]["language_expert_query_key_value"],
         3.0
     );
+}
+
+#[test]
+fn rank_stabilized_adapters_of_projections_keep_their_scale_in_the_export() {
+    let site = Site::with_family("cogvlm-chat-hf");
+    let targets = "language_expert_query_key_value,language_expert_dense";
+    site.train(&format!(
+        "--use-rslora --lora-per-projection --lora-rank 4 --lora-alpha 2 --lora-target-modules {targets} --max-steps 1"
+    ));
+    let adapter = Adapter::open(&site.path("out/checkpoint-1")).unwrap();
+    let lora = adapter.lora().unwrap();
+    for (layer, rank) in [("query_key_value", 12), ("dense", 4)] {
+        let path = format!("model.layers.0.self_attn.language_expert_{layer}");
+        assert_eq!(lora.of(&path), (rank, 1.0), "2 / √4");
+    }
 }
 
 #[test]

@@ -32,6 +32,48 @@ fn standard_input_is_read_once_and_resumed_from_its_copy() {
     assert!(weights("whole").unwrap() == weights("parts").unwrap());
 }
 
+/// A named pipe and CSV on standard input are read like files. Copies that nobody used for a month go.
+#[test]
+fn pipes_of_any_form_are_read_and_old_copies_are_removed() {
+    let site = Site::new();
+    let rest = "--model model --precision f32 --image-dir data --max-steps 1";
+    let streams = site.path("home/cache/tessera/streams");
+    fs::create_dir_all(&streams).unwrap();
+    for (name, touched) in [("old.json", "2020-01-01"), ("new.json", "now")] {
+        let file = streams.join(name);
+        fs::write(&file, "[]").unwrap();
+        let touch = Command::new("touch")
+            .args(["-d", touched])
+            .arg(&file)
+            .status();
+        assert!(touch.unwrap().success());
+    }
+    let mut line = "mkfifo pipe; cat data/samples.json > pipe & ".to_owned();
+    line += &format!(
+        "{} {rest} --data pipe --output fifo",
+        env!("CARGO_BIN_EXE_tessera_test_launcher")
+    );
+    let mut command = Command::new("bash");
+    command.args(["-c", &line]);
+    let outcome = site.start_command(command).finish();
+    assert_eq!(outcome.code, Some(0), "{}", outcome.screen);
+    site.train(&format!("{rest} --output file"));
+    assert_eq!(losses(&site.path("fifo")), losses(&site.path("file")));
+    let left = listing(&streams);
+    assert!(left.contains(&"new.json".to_owned()), "{left:?}");
+    assert!(!left.contains(&"old.json".to_owned()), "{left:?}");
+    // Rows of CSV from standard input, and from a file.
+    fs::write(
+        site.path("data/samples.json"),
+        "query,response\nq,a\n\"x, y\",b\n",
+    )
+    .unwrap();
+    fs::copy(site.path("data/samples.json"), site.path("data/table.csv")).unwrap();
+    piped(&site, &format!("{rest} --data - --output stream"));
+    site.train(&format!("{rest} --data data/table.csv --output table"));
+    assert_eq!(losses(&site.path("stream")), losses(&site.path("table")));
+}
+
 #[test]
 fn a_mix_goes_on_at_its_place_and_refuses_other_weights() {
     let site = Site::new();

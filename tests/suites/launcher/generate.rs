@@ -5,6 +5,9 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
 use std::fs;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -242,6 +245,128 @@ fn adapters_and_trained_parts_are_applied_to_their_base() {
             &["does not belong to this model", "the model needs"],
         );
     }
+}
+
+/// A draw of six tokens about a sliced image, on the CPU.
+const DRAW: &str = "generate --model model --image data/image_wide.png --max-new-tokens 6 --temperature 1.5 \
+                    --device cpu --prompt Why?";
+
+#[test]
+fn ranks_and_tiers_answer_as_one_process_does() {
+    let site = Site::new();
+    let ask = |more: &str| run(&site, &format!("{DRAW} --json {more}")).json();
+    let alone = ask("");
+    for more in [
+        "--nproc 2",
+        "--offload cpu",
+        "--nproc 2 --offload nvme:spill",
+    ] {
+        let answered = ask(more);
+        for key in ["answer", "tokens", "stopped_by", "prompt_tokens", "slices"] {
+            assert_eq!(answered[key], alone[key], "{more}: {key}");
+        }
+    }
+    let said = run(&site, &format!("{DRAW} --nproc 2"));
+    let answer = alone["answer"].as_str().unwrap();
+    assert_eq!(said.stdout, format!("{answer}\n"));
+    assert_eq!(said.stderr.matches(" answer  ").count(), 1);
+    let evaluate = |more: &str| {
+        let line = "eval --model model --data data/samples.json --device cpu --output rows.json";
+        let result = run(&site, &format!("{line} {more}")).json();
+        let loss = result["eval_loss"].as_f64().unwrap().to_bits();
+        (loss, read_json(&site.path("rows.json"))["samples"].clone())
+    };
+    let alone = evaluate("");
+    assert_eq!(alone.1.as_array().unwrap().len(), 6);
+    // Six samples on four ranks: some have one and some two.
+    for more in [
+        "--nproc 2 --offload cpu",
+        "--nproc 4 --per-device-eval-batch-size 1",
+    ] {
+        assert_eq!(evaluate(more), alone, "{more}");
+    }
+    assert_eq!(listing(&site.path("tmp")), Vec::<String>::new());
+}
+
+#[test]
+fn an_answer_is_written_as_its_tokens_come() {
+    let site = Site::new();
+    for more in ["", "--nproc 2"] {
+        // Each write is a datagram.
+        let (ours, theirs) = UnixDatagram::pair().unwrap();
+        let mut command = launcher(&site);
+        command.args(DRAW.split_whitespace().chain(more.split_whitespace()));
+        let mut child = command
+            .stdout(OwnedFd::from(theirs))
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        drop(command);
+        assert!(child.wait().unwrap().success());
+        ours.set_nonblocking(true).unwrap();
+        let mut pieces = Vec::new();
+        let mut bytes = [0; 256];
+        while let Ok(count) = ours.recv(&mut bytes) {
+            pieces.push(String::from_utf8(bytes[..count].to_vec()).unwrap());
+        }
+        assert!(pieces.len() > 3, "{pieces:?}");
+        let whole = run(&site, &format!("{DRAW} {more}")).stdout;
+        assert_eq!(pieces.concat(), whole);
+    }
+}
+
+#[test]
+fn a_signal_ends_an_answer_of_several_ranks() {
+    let site = Site::new();
+    let mut command = launcher(&site);
+    command.args(DRAW.split_whitespace());
+    command.args("--max-new-tokens 100000 --nproc 2".split_whitespace());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut first = [0];
+    child
+        .stdout
+        .as_mut()
+        .unwrap()
+        .read_exact(&mut first)
+        .unwrap();
+    let pid = child.id().to_string();
+    assert!(
+        Command::new("kill")
+            .args(["-INT", &pid])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let output = child.wait_with_output().unwrap();
+    let screen = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{screen}");
+    assert!(screen.contains("stopped by a signal"), "{screen}");
+    assert!(!screen.contains("--resume"), "{screen}");
+    assert_eq!(listing(&site.path("tmp")), Vec::<String>::new());
+}
+
+#[test]
+fn bounds_of_image_areas_shorten_the_prompt() {
+    let site = Site::new();
+    let model = golden("glm-4.1v-9b-thinking").display().to_string();
+    let tokens = |more: &str| {
+        let line = format!(
+            "generate --model {model} --image data/image_wide.png --max-new-tokens 1 --json --device cpu"
+        );
+        let record = run(&site, &format!("{line} --prompt Why? {more}")).json();
+        record["prompt_tokens"].as_u64().unwrap()
+    };
+    let whole = tokens("");
+    assert!(tokens("--image-max-pixels 20000") < whole);
+    let said = run(&site, &format!("{DRAW} --image-max-pixels 20000"));
+    assert!(
+        said.stderr.contains("--image-max-pixels has no effect"),
+        "{}",
+        said.stderr
+    );
+    let line = format!("{DRAW} --image-max-pixels 5 --image-min-pixels 6");
+    refuse(&site, &line, 2, "E09", &["--image-min-pixels"]);
 }
 
 /// Writes a directory with one trained tensor.

@@ -58,6 +58,39 @@ fn an_interrupted_run_continues_by_the_line_it_prints() {
 }
 
 #[test]
+fn data_that_cannot_be_read_is_answered_with_a_line_that_reads_it() {
+    let site = Site::new();
+    let talk =
+        r#"[{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]"#;
+    fs::write(site.path("data/talk.json"), talk).unwrap();
+    let run = "--model model --precision f32 --max-steps 1 --output said";
+    let outcome = site.run(&format!("{run} --data data/talk.json --data-format alpaca"));
+    let lines = commands(&outcome.screen);
+    succeeds(&site, &lines[0], "");
+    // Images in a directory beside that of the data.
+    fs::create_dir(site.path("elsewhere")).unwrap();
+    fs::copy(
+        site.path("data/image_wide.png"),
+        site.path("elsewhere/w.png"),
+    )
+    .unwrap();
+    let seen = r#"[{"messages": [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": "a"}], "images": ["w.png"]}]"#;
+    fs::write(site.path("data/seen.json"), seen).unwrap();
+    let run = "--model model --precision f32 --max-steps 1 --output shown";
+    let outcome = site.run(&format!("{run} --data data/seen.json"));
+    let lines = commands(&outcome.screen);
+    assert!(lines[0].contains("--image-dir elsewhere"), "{lines:?}");
+    succeeds(&site, &lines[0], "");
+    // No form reads these.
+    for more in [r#""audio": "x.wav""#, r#""kto_tag": false"#] {
+        let talk = talk.replacen('{', &format!("{{{more}, "), 1);
+        fs::write(site.path("data/talk.json"), talk).unwrap();
+        let screen = site.refuse("--data data/talk.json --output x", 3, "E18");
+        assert!(!screen.contains("--data-format"), "{screen}");
+    }
+}
+
+#[test]
 fn a_failed_run_continues_by_the_line_it_prints() {
     for fault in [
         "kill:rank=1,step=3",

@@ -215,3 +215,28 @@ fn a_packed_run_resumes() {
         outcome.screen
     );
 }
+
+/// The presets of QLoRA train tiny models, and the run says what it quantizes.
+#[test]
+fn presets_of_qlora_train_tiny_models() {
+    for (preset, family) in [
+        ("minicpm-qlora", "minicpm-v-2_6"),
+        ("cogvlm-qlora", "cogvlm-chat-hf"),
+        ("glm4v-qlora", "glm-4v-9b"),
+    ] {
+        let site = Site::with_family(family);
+        let screen = site
+            .train(&format!(
+                "--preset {preset} --max-steps 2 --nproc 2 --gradient-accumulation-steps 1"
+            ))
+            .screen;
+        assert!(screen.contains("in nf4, double"), "{screen}");
+        let config: Value = read(&site.path("out/checkpoint-2/adapter_config.json"));
+        assert_eq!(config["peft_type"], "LORA", "{preset}");
+        let plan: Value = read(&site.path("out/plan.json"));
+        assert_eq!(plan["quantized"]["formats"], json!(["nf4, double"]));
+        assert!(plan["quantized"]["tensors"].as_u64() > Some(1), "{plan}");
+        let report = fs::read_to_string(site.path("out/report.html")).unwrap();
+        assert!(report.contains("quantized layers of the base"), "{preset}");
+    }
+}

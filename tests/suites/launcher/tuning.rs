@@ -2,9 +2,9 @@
 
 use crate::generate::run;
 use crate::site::{Outcome, Site, listing, losses, read_json, tensors};
-use models::adapter::Adapter;
+use models::adapter::{ADAPTER_STEM, Adapter};
 use models::{WeightError, WeightSource};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use tests::tolerance::LOSS;
@@ -273,6 +273,79 @@ fn an_adapter_is_exported_for_peft_and_a_trained_part_alone_is_refused() {
             "{line}"
         );
     }
+}
+
+/// Every tensor of an adapter's files, as f32.
+fn values(directory: &Path) -> BTreeMap<String, Vec<f32>> {
+    let source = WeightSource::open_stem(directory, ADAPTER_STEM).unwrap();
+    let read = |name: &str| {
+        let bytes = source.read(name, kernels::DType::F32).unwrap();
+        bytemuck::pod_collect_to_vec(&bytes)
+    };
+    source
+        .names()
+        .map(|name| (name.to_owned(), read(name)))
+        .collect()
+}
+
+#[test]
+fn rank_stabilized_adapters_train_with_their_scale_and_say_so_to_peft() {
+    let site = Site::new();
+    // 8 / √4 = 16 / 4.
+    let screen = site
+        .train("--lora-rank 4 --lora-alpha 8 --use_rslora true --output rs")
+        .screen;
+    assert!(screen.contains("scale 4 (alpha ÷ √rank)"), "{screen}");
+    site.train("--lora-rank 4 --lora-alpha 16 --output plain");
+    let [rs, plain] = ["rs", "plain"].map(|run| site.path(run).join("checkpoint-2"));
+    assert_eq!(values(&rs), values(&plain));
+    let config = read_json(&rs.join("adapter_config.json"));
+    assert_eq!(
+        (&config["use_rslora"], &config["lora_alpha"]),
+        (&true.into(), &8.0.into())
+    );
+    for run in ["rs", "plain"] {
+        let line = format!("export {run}/checkpoint-2 --merge --output {run}-merged");
+        succeed(site.start_plain(&line).finish());
+    }
+    assert!(changed(&site.path("rs-merged"), &site.path("plain-merged")).is_empty());
+    assert!(!changed(&site.path("model"), &site.path("rs-merged")).is_empty());
+    // Its files decide the scale of a run that starts from them.
+    let screen = site
+        .train("--adapter rs/checkpoint-2 --max-steps 1 --output further")
+        .screen;
+    assert!(screen.contains("scale 4 (alpha ÷ √rank)"), "{screen}");
+}
+
+#[test]
+fn b_learns_faster_by_the_ratio_of_lora_plus() {
+    let site = Site::new();
+    let line = "--lora-rank 2 --max-steps 1 --warmup-ratio 0 --weight-decay 0 --learning-rate 1e-3 --train norm";
+    site.train(&format!("{line} --output one"));
+    let screen = site
+        .train(&format!("{line} --lorap_lr_ratio 4 --output fast"))
+        .screen;
+    // B and the norms, which are vectors; A.
+    for row in ["lr 4.0e-3", "lr 1.0e-3", "B learns 4 times as fast"] {
+        assert!(screen.contains(row), "{row}\n{screen}");
+    }
+    let [one, fast] = ["one", "fast"].map(|run| values(&site.path(run).join("checkpoint-1")));
+    // B starts at 0, so its first update is its value. The gradient of A is 0.
+    for (name, values) in &fast {
+        let factor = if name.ends_with("lora_B.weight") {
+            4.0
+        } else {
+            1.0
+        };
+        let expected: Vec<f32> = one[name].iter().map(|value| value * factor).collect();
+        assert_eq!(values, &expected, "{name}");
+        assert!(values.iter().any(|value| *value != 0.0), "{name}");
+    }
+    // A resumed run keeps the ratio.
+    let screen = site
+        .train("--resume fast/checkpoint-1 --max-steps 2 --model model --data data/samples.json --output fast")
+        .screen;
+    assert!(screen.contains("B learns 4 times as fast"), "{screen}");
 }
 
 #[test]

@@ -13,6 +13,7 @@ use crate::cuda::ops::grouped_lora::{self, AdaptedGroup, Adapter, GroupedLora};
 use crate::cuda::ops::lora_linear::LoraLinear;
 use crate::cuda::ops::shared_grouped_lora::{self, SharedGroupedLora};
 use crate::cuda::ops::shared_lora::{self, SharedLora};
+use crate::cuda::ops::step::Step;
 use crate::cuda::ops::workspace::Workspace;
 use crate::error::{Result, shape_error};
 use crate::pool::Tag;
@@ -90,13 +91,13 @@ impl Stacked {
     }
 
     /// `y` of each projection; `s [t, line]` is written. Without `y` only `s`.
-    fn forward(
+    fn forward<S: Step>(
         &self,
         s: Address,
         y: &[Address],
         multiprocessors: u32,
         space: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         match &self.layers {
             Layers::Whole(layers) => {
                 let stacked = self.adapters[0];
@@ -104,19 +105,20 @@ impl Stacked {
             }
             Layers::Grouped(layers) => {
                 let stacked = self.adapters;
-                SharedGroupedLora { layers, stacked }.forward(s, y, multiprocessors, space)
+                let layers = SharedGroupedLora { layers, stacked };
+                steps(layers.forward(s, y, multiprocessors, space))
             }
         }
     }
 
-    fn backward(
+    fn backward<S: Step>(
         &self,
         dy: &[Address],
         s: Address,
         to: &Gradients<'_>,
         multiprocessors: u32,
         space: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         match &self.layers {
             Layers::Whole(layers) => {
                 let stacked = self.adapters[0];
@@ -135,10 +137,16 @@ impl Stacked {
                     d_stacked: to.d_lora_a,
                     d_lora_b: to.d_lora_b,
                 };
-                SharedGroupedLora { layers, stacked }.backward(dy, s, to, multiprocessors, space)
+                let layers = SharedGroupedLora { layers, stacked };
+                steps(layers.backward(dy, s, to, multiprocessors, space))
             }
         }
     }
+}
+
+/// Launches as steps.
+fn steps<S: Step>(launches: Option<Vec<Launch>>) -> Option<Vec<S>> {
+    Some(launches?.into_iter().map(S::from).collect())
 }
 
 impl CudaBackend {
@@ -357,7 +365,11 @@ impl CudaBackend {
         let to = y.iter().map(|y| self.address(OP, y));
         let to: Vec<Address> = to.collect::<Result<_>>()?;
         let (s, sms) = (self.address(OP, &inner)?, self.executor.multiprocessors());
-        self.run_in_workspace(OP, |space| stacked.forward(s, &to, sms, space))?;
+        self.run_layers(
+            OP,
+            |space| stacked.forward(s, &to, sms, space),
+            |space| stacked.forward(s, &to, sms, space),
+        )?;
         drop(stacked.held);
         Ok(AdaptedLinear {
             y,
@@ -429,9 +441,11 @@ impl CudaBackend {
             d_lora_a: [place(whole.as_ref())?, place(second.as_ref())?],
             d_lora_b: &b_at,
         };
-        self.run_in_workspace(OP, |space| {
-            stacked.backward(&dy_at, s, &gradients, sms, space)
-        })?;
+        self.run_layers(
+            OP,
+            |space| stacked.backward(&dy_at, s, &gradients, sms, space),
+            |space| stacked.backward(&dy_at, s, &gradients, sms, space),
+        )?;
         drop((stacked.held, dy));
         Ok(AdaptedLinearGrads { dx, adapters })
     }

@@ -4,6 +4,7 @@
 //! operation needs.
 
 use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take};
+use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
 use crate::cuda::module::Module;
@@ -22,8 +23,7 @@ const BYTES: u64 = 1 << 50;
 /// Executor that accepts every call and does nothing.
 #[derive(Debug)]
 struct Nowhere {
-    multiprocessors: u32,
-    multiplies: bool,
+    kind: DeviceKind,
     /// Modules of all launches.
     modules: Mutex<HashSet<Module>>,
     /// Number of ranks of the joined communicator.
@@ -31,22 +31,19 @@ struct Nowhere {
 }
 
 impl CudaBackend {
-    /// Meta device of a GPU with this number of multiprocessors, without a memory limit: launches are not
-    /// executed, and bytes are counted as on the real GPU. `multiplies` says whether products go through a
-    /// library, as [`Executor::multiplies`] of the real GPU. Row numbers and labels have values; all other
-    /// tensors have none.
+    /// Meta device of a GPU of this kind, without a memory limit: launches are not executed, and bytes are
+    /// counted as on the real GPU. Row numbers and labels have values; all other tensors have none.
     #[must_use]
-    pub fn counting(multiprocessors: u32, multiplies: bool) -> Self {
-        Self::counting_within(multiprocessors, multiplies, BYTES)
+    pub fn counting(kind: DeviceKind) -> Self {
+        Self::counting_within(kind, BYTES)
     }
 
     /// Meta device as [`CudaBackend::counting`] makes, whose memory is limited to `bytes` bytes. Allocations beyond
     /// them fail.
     #[must_use]
-    pub fn counting_within(multiprocessors: u32, multiplies: bool, bytes: u64) -> Self {
+    pub fn counting_within(kind: DeviceKind, bytes: u64) -> Self {
         let executor = Arc::new(Nowhere {
-            multiprocessors,
-            multiplies,
+            kind,
             modules: Mutex::default(),
             ranks: AtomicUsize::new(0),
         });
@@ -56,8 +53,8 @@ impl CudaBackend {
 
 // SAFETY: there is no memory, and nothing is read or written.
 unsafe impl Executor for Nowhere {
-    fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
+    fn kind(&self) -> DeviceKind {
+        self.kind
     }
 
     fn has_values(&self) -> bool {
@@ -131,10 +128,6 @@ unsafe impl Executor for Nowhere {
         let mut modules: Vec<Module> = modules.iter().cloned().collect();
         modules.sort();
         modules
-    }
-
-    fn multiplies(&self) -> bool {
-        self.multiplies
     }
 
     unsafe fn multiply(
@@ -236,7 +229,11 @@ mod tests {
 
     #[test]
     fn a_meta_device_lists_the_modules_of_a_run() {
-        let device = CudaBackend::counting(2, false);
+        let device = CudaBackend::counting(DeviceKind {
+            multiprocessors: 2,
+            compute_capability: None,
+            has_library: false,
+        });
         assert!(device.launched().modules.is_empty());
         let shape = Shape::new(&[4, 8]);
         let x = device

@@ -4,6 +4,7 @@
 use super::graphs::{Command, Graphs, queue_one};
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
 use crate::cuda::context::{self, Stream};
+use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::error::DriverResult;
 use crate::cuda::gpu::Gpu;
 use crate::cuda::graph::Graph;
@@ -22,8 +23,13 @@ pub(in crate::cuda) fn cuda_event(event: &Event) -> Result<&context::Event, Caus
 // SAFETY: memory stays until `free`, which waits for the device. Work goes to one stream, in the order of calls, and
 // that stream waits for each upload before it continues.
 unsafe impl Executor for Gpu {
-    fn multiprocessors(&self) -> u32 {
-        self.facts().multiprocessors
+    fn kind(&self) -> DeviceKind {
+        let facts = self.facts();
+        DeviceKind {
+            multiprocessors: facts.multiprocessors,
+            compute_capability: Some(facts.compute_capability),
+            has_library: self.products().is_some(),
+        }
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {
@@ -167,10 +173,6 @@ unsafe impl Executor for Gpu {
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause> {
         // SAFETY: the caller vouches for the addresses, whose memory stays until the arena is dropped.
         Ok(unsafe { Self::launch(self, launch) }?)
-    }
-
-    fn multiplies(&self) -> bool {
-        self.products().is_some()
     }
 
     unsafe fn multiply(

@@ -7,6 +7,7 @@
 //! a graph or not. So results have the same bits.
 
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{Multiply, Shape};
 use crate::cuda::module::Module;
@@ -395,8 +396,8 @@ impl<G> State<G> {
 // SAFETY: commands reach the inner executor in the order of their calls. All collected commands are queued, under the
 // lock, before anything else that has an order.
 unsafe impl<E: Graphs> Executor for Replaying<E> {
-    fn multiprocessors(&self) -> u32 {
-        self.inner.multiprocessors()
+    fn kind(&self) -> DeviceKind {
+        self.inner.kind()
     }
 
     fn has_values(&self) -> bool {
@@ -504,10 +505,6 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
             return unsafe { self.inner.launch(launch) };
         }
         self.collect_more(&mut state, Command::Launch(launch.clone()))
-    }
-
-    fn multiplies(&self) -> bool {
-        self.inner.multiplies()
     }
 
     unsafe fn multiply(
@@ -648,8 +645,12 @@ mod tests {
 
     // SAFETY: no memory exists.
     unsafe impl Executor for Counting {
-        fn multiprocessors(&self) -> u32 {
-            1
+        fn kind(&self) -> DeviceKind {
+            DeviceKind {
+                multiprocessors: 1,
+                compute_capability: None,
+                has_library: false,
+            }
         }
 
         fn allocate(&self, _: u64) -> Result<Address, Cause> {

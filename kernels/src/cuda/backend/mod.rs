@@ -22,6 +22,7 @@ mod foreign;
 pub(super) mod gpu;
 pub mod graphs;
 mod grouped;
+mod library_step;
 mod loss;
 mod peers;
 mod products;
@@ -34,8 +35,9 @@ pub use loss::LossCuts;
 pub use peers::{GroupExecutor, PeerExecutor};
 
 use super::copies::copy_bytes;
+use super::device_kind::DeviceKind;
 use super::launch::{Address, Launch};
-use super::matmul::Multiply;
+use super::matmul::{LibraryUse, Multiply};
 use super::module::Module;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
@@ -92,8 +94,13 @@ const LARGE_UPLOAD_BYTES: usize = 1 << 20;
 /// must run in the order of their calls. Uploads must run in the order of their calls, each before everything queued
 /// after it.
 pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
+    /// Kind of GPU. It affects how work is divided, and which products a library computes.
+    fn kind(&self) -> DeviceKind;
+
     /// Number of multiprocessors. It affects how work is divided, never results.
-    fn multiprocessors(&self) -> u32;
+    fn multiprocessors(&self) -> u32 {
+        self.kind().multiprocessors
+    }
 
     /// Whether real memory exists; false on the meta device.
     fn has_values(&self) -> bool {
@@ -249,10 +256,10 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// When the module does not compile or the device refuses the launch.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Cause>;
 
-    /// Whether [`Executor::multiply`] can be used for products. If so, every product allocates scratch memory for it,
-    /// used or not, both in a plan and in the run.
-    fn multiplies(&self) -> bool {
-        false
+    /// Products for which [`Executor::multiply`] is used. Each of them allocates scratch memory for it, used or not,
+    /// both in a plan and in the run.
+    fn library(&self) -> LibraryUse {
+        self.kind().library()
     }
 
     /// Queues a product through a library. Returns `false`, with nothing queued, if the library does not support the
@@ -470,13 +477,15 @@ impl CudaBackend {
         op: &'static str,
         launches: Option<L>,
     ) -> Result<()> {
-        match launches {
-            Some(launches) => self.run(op, launches),
-            None => Err(KernelError::Shape {
-                op,
-                detail: "the extents exceed those of a grid".into(),
-            }),
-        }
+        self.run(op, self.possible(op, launches)?)
+    }
+
+    /// The launches of an operation. It is an error where there are none.
+    fn possible<T>(&self, op: &'static str, launches: Option<T>) -> Result<T> {
+        launches.ok_or_else(|| KernelError::Shape {
+            op,
+            detail: "the extents exceed those of a grid".into(),
+        })
     }
 
     /// Writes bytes to the front of a tensor.
@@ -523,6 +532,9 @@ impl CudaBackend {
     }
 
     fn zero(&self, op: &'static str, x: &Tensor) -> Result<()> {
+        if x.size_bytes() == 0 {
+            return Ok(());
+        }
         let at = self.address(op, x)?;
         // SAFETY: the range is the tensor's.
         let queued = unsafe { self.executor.zero(at, x.size_bytes() as u64) };
@@ -556,13 +568,23 @@ impl CudaBackend {
         op: &'static str,
         build: impl Fn(&mut Workspace) -> Option<Vec<Launch>>,
     ) -> Result<()> {
+        let (_scratch, launches) = self.in_workspace(op, build)?;
+        self.run_some(op, launches)
+    }
+
+    /// What `build` makes with scratch memory of the size it needs, and that memory. `None` where it makes nothing.
+    fn in_workspace<T>(
+        &self,
+        op: &'static str,
+        build: impl Fn(&mut Workspace) -> Option<T>,
+    ) -> Result<(Option<Tensor>, Option<T>)> {
         let mut counted = Workspace::new(Address::NULL);
         if build(&mut counted).is_none() {
-            return self.run_some(op, None::<Vec<Launch>>);
+            return Ok((None, None));
         }
         let scratch = self.scratch(counted.bytes() + 256)?;
         let start = self.address(op, &scratch)?.0.next_multiple_of(256);
-        self.run_some(op, build(&mut Workspace::new(Address(start))))
+        Ok((Some(scratch), build(&mut Workspace::new(Address(start)))))
     }
 
     /// Runs an elementwise launch over `x` that writes one tensor like it.
@@ -687,6 +709,7 @@ impl CudaBackend {
             causal: args.causal,
             scale: args.scale,
             multiprocessors: self.executor.multiprocessors(),
+            shared_bytes: self.executor.kind().shared_bytes(),
         });
         let Some(plan) = plan else {
             return Err(KernelError::Shape {

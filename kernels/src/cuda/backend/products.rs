@@ -1,11 +1,12 @@
 //! Matrix products, and single linear layers with adapters.
 
 use super::CudaBackend;
+use super::library_step::LibraryStep;
 use crate::adapted::{AdapterDropout, LoraArgs, LoraGrads};
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check::{LoraSizes, Sizes};
-use crate::cuda::launch::Address;
-use crate::cuda::matmul::{Multiply, WORKSPACE_BYTES};
+use crate::cuda::launch::{Address, Launch};
+use crate::cuda::matmul::{LibraryUse, Multiply, WORKSPACE_BYTES};
 use crate::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use crate::cuda::ops::pointwise::Dropped;
 use crate::cuda::ops::product::{Product, Term};
@@ -53,9 +54,9 @@ impl CudaBackend {
         let multiprocessors = self.executor.multiprocessors();
         let choice = product.choose(multiprocessors);
         let own = |space: &mut Workspace| product.launches(choice, multiprocessors, space);
-        let multiply = match self.executor.multiplies() {
-            true => Multiply::of(product).as_ref().and_then(library),
-            false => None,
+        let multiply = match self.executor.library() {
+            LibraryUse::Nothing => None,
+            _ => Multiply::of(product).as_ref().and_then(library),
         };
         let Some(multiply) = multiply else {
             self.run_in_workspace(op, own)?;
@@ -74,6 +75,52 @@ impl CudaBackend {
         }
         self.run_some(op, own(&mut Workspace::new(start)))?;
         Ok(false)
+    }
+
+    /// Runs the steps of adapted layers: `library` where the library computes these, else `own`.
+    pub(super) fn run_layers(
+        &self,
+        op: &'static str,
+        own: impl Fn(&mut Workspace) -> Option<Vec<Launch>>,
+        library: impl Fn(&mut Workspace) -> Option<Vec<LibraryStep>>,
+    ) -> Result<()> {
+        if self.executor.library() < LibraryUse::AdaptedLayers {
+            return self.run_in_workspace(op, own);
+        }
+        let (_scratch, steps) = self.in_workspace(op, library)?;
+        for step in self.possible(op, steps)? {
+            match step {
+                LibraryStep::Launch(launch) => self.run(op, [launch])?,
+                LibraryStep::Product {
+                    calls,
+                    workspace,
+                    own,
+                } => {
+                    if !self.multiply_all(op, &calls, workspace)? {
+                        self.run(op, own)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the calls of a product. `false`, if the library refuses one; its result is then undefined.
+    fn multiply_all(
+        &self,
+        op: &'static str,
+        calls: &[Multiply],
+        workspace: Address,
+    ) -> Result<bool> {
+        for call in calls {
+            // SAFETY: the addresses are those of a product of tensors that the operation holds. The scratch memory is in
+            // the operation's workspace.
+            let queued = unsafe { self.executor.multiply(call, workspace, WORKSPACE_BYTES) };
+            if !self.counted(op, queued)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     pub(super) fn matmul_op(&self, args: &MatmulArgs<'_>, sizes: Sizes) -> Result<Tensor> {
@@ -173,7 +220,11 @@ impl CudaBackend {
         let y = self.output([sizes.t, sizes.n], dtype)?;
         let at = self.address(OP, &y)?;
         let multiprocessors = self.executor.multiprocessors();
-        self.run_in_workspace(OP, |space| layer.forward(at, multiprocessors, space))?;
+        self.run_layers(
+            OP,
+            |space| layer.forward(at, multiprocessors, space),
+            |space| layer.forward(at, multiprocessors, space),
+        )?;
         drop(held);
         self.cast(&y, args.x.dtype())
     }
@@ -211,9 +262,11 @@ impl CudaBackend {
         };
         let dy_at = self.address(OP, &dy)?;
         let multiprocessors = self.executor.multiprocessors();
-        self.run_in_workspace(OP, |space| {
-            layer.backward(dy_at, gradients, multiprocessors, space)
-        })?;
+        self.run_layers(
+            OP,
+            |space| layer.backward(dy_at, gradients, multiprocessors, space),
+            |space| layer.backward(dy_at, gradients, multiprocessors, space),
+        )?;
         drop(held);
         let dx = dx.map(|dx| self.cast(&dx, args.x.dtype())).transpose()?;
         Ok(LoraGrads {

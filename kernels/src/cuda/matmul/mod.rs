@@ -26,6 +26,31 @@ pub const WORKSPACE_BYTES: u64 = 32 << 20;
 /// tensor is located.
 pub const ALIGNMENT: u64 = 16;
 
+/// Products that a library computes. Our kernels compute the others.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum LibraryUse {
+    /// No product: the library is missing or was not chosen.
+    Nothing,
+    /// Products of one sum. An adapted layer is one product of our kernels.
+    Products,
+    /// Also the wide products of adapted layers in 16 bits: the base layer's, then the adapter's, added to it.
+    AdaptedLayers,
+}
+
+impl LibraryUse {
+    /// Use of a library that is present, on a GPU of this compute capability (`None` if unknown).
+    ///
+    /// `mma.sync`, which our kernels use, reaches 60 to 65 % of the tensor cores' peak on 9.x and 10.x. The library
+    /// gains more there than the second pass over the output costs. On other GPUs `mma.sync` reaches the peak.
+    #[must_use]
+    pub const fn on(compute_capability: Option<(u32, u32)>) -> Self {
+        match compute_capability {
+            Some((9 | 10, _)) => Self::AdaptedLayers,
+            _ => Self::Products,
+        }
+    }
+}
+
 /// Epilogue of a matrix product: the operation on each f32 sum before it is rounded to the dtype of the
 /// result.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -171,6 +196,30 @@ impl Multiply {
         })
     }
 
+    /// Converts a wide product of an adapted layer in 16 bits to calls of the library: base weight and bias, then the
+    /// adapter's term, if any, added to the rounded result. `None` for other dtypes, a factor, or where
+    /// [`Multiply::of`] has none.
+    #[must_use]
+    pub fn of_adapted(product: &Product) -> Option<Vec<Self>> {
+        let narrow = product.dtype != DType::F32 && product.out == product.dtype;
+        if !narrow || product.scale.to_bits() != 1f32.to_bits() {
+            return None;
+        }
+        let [base, adapter] = product.terms.map(|term| Product {
+            terms: [term, None],
+            ..*product
+        });
+        let mut calls = vec![Self::of(&base)?];
+        if product.terms[1].is_some() {
+            let added = Self::of(&Product {
+                bias: Address::NULL,
+                ..adapter
+            })?;
+            calls.push(Self { beta: 1.0, ..added });
+        }
+        Some(calls)
+    }
+
     /// The same product, but added to the f32 values at `y` instead of overwriting its result. `None` if the
     /// dtype of the result is not f32 or the address `y` is not a multiple of [`ALIGNMENT`].
     #[must_use]
@@ -223,6 +272,56 @@ mod tests {
         assert_eq!((shape.epilogue, multiply.bias), (Epilogue::Bias, own.bias));
         assert_eq!((multiply.alpha, multiply.beta), (0.5, 0.0));
         assert_eq!(multiply.added_to(own.y), None, "y is no f32");
+    }
+
+    #[test]
+    fn an_adapted_layer_is_its_base_and_an_added_product() {
+        let mut own = Product {
+            scale: 1.0,
+            ..product()
+        };
+        let term = own.terms[0].expect("a term");
+        own.terms[1] = Some(Term {
+            a: Address(5 << 20),
+            k: 8,
+            ..term
+        });
+        let [base, adapter] = Multiply::of_adapted(&own)
+            .expect("two sums")
+            .try_into()
+            .expect("two calls");
+        assert_eq!((base.a, base.shape.k, base.beta), (term.a, 33, 0.0));
+        assert_eq!(base.bias, own.bias);
+        assert_eq!(
+            (adapter.a, adapter.shape.k, adapter.beta),
+            (Address(5 << 20), 8, 1.0)
+        );
+        assert_eq!(
+            (adapter.bias, adapter.shape.epilogue, adapter.y),
+            (Address::NULL, Epilogue::None, base.y)
+        );
+        let scaled = Product { scale: 0.5, ..own };
+        assert_eq!(Multiply::of_adapted(&scaled), None);
+        let wide = Product {
+            dtype: DType::F32,
+            out: DType::F32,
+            ..own
+        };
+        assert_eq!(Multiply::of_adapted(&wide), None);
+    }
+
+    #[test]
+    fn the_library_computes_adapted_layers_where_mma_sync_is_slow() {
+        for (capability, want) in [
+            (Some((8, 0)), LibraryUse::Products),
+            (Some((8, 9)), LibraryUse::Products),
+            (Some((9, 0)), LibraryUse::AdaptedLayers),
+            (Some((10, 3)), LibraryUse::AdaptedLayers),
+            (Some((12, 0)), LibraryUse::Products),
+            (None, LibraryUse::Products),
+        ] {
+            assert_eq!(LibraryUse::on(capability), want, "{capability:?}");
+        }
     }
 
     #[test]

@@ -17,7 +17,8 @@ use crate::cuda::module::{Family, Module, element_type};
 const SLICE: usize = 512;
 const ROWS: usize = 16;
 const WARPS: usize = 8;
-/// Number of blocks that keeps every multiprocessor busy.
+/// Number of blocks that keeps every multiprocessor of an H100 busy. It decides the order of a sum, so it is equal on
+/// all GPUs; others lose 5 to 10 % of this pass.
 const BLOCKS: usize = 128;
 
 /// Ranks (padded) that a kernel module exists for.

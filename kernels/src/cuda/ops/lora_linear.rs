@@ -30,6 +30,7 @@ use super::grouped;
 use super::lora_gradients::LoraGradients;
 use super::pointwise::Dropped;
 use super::product::{Product, Term, choosable, module, parts_module};
+use super::step::Step;
 use super::workspace::Workspace;
 use crate::DType;
 use crate::cuda::launch::{Address, Launch};
@@ -114,7 +115,7 @@ impl LoraLinear {
 
     /// The layer with the adapter's input as its `x`, and the launch that computes that input. `None` when the dtype
     /// has no kernel.
-    pub(super) fn seeing(&self, workspace: &mut Workspace) -> Option<(Self, Option<Launch>)> {
+    pub(super) fn seeing<S: Step>(&self, workspace: &mut Workspace) -> Option<(Self, Option<S>)> {
         let Some(dropped) = self.dropped.filter(|_| self.r > 0) else {
             return Some((*self, None));
         };
@@ -128,19 +129,19 @@ impl LoraLinear {
                 dropped,
                 ..*self
             },
-            Some(launch),
+            Some(launch.into()),
         ))
     }
 
     /// Launches of `dx += dropout(ds A)`, with rows of `ds` `line` elements apart. Empty without dropout, because the
     /// product of `dx` then contains this term.
-    pub(super) fn add_seen_gradient(
+    pub(super) fn add_seen_gradient<S: Step>(
         &self,
         (ds, line): (Address, usize),
         dx: Address,
         multiprocessors: u32,
         workspace: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         let Some(dropped) = self.dropped.filter(|_| self.r > 0) else {
             return Some(Vec::new());
         };
@@ -152,7 +153,8 @@ impl LoraLinear {
             .plus(ds, line, self.lora_a, self.k, self.r);
         let mut launches = run([product], multiprocessors, workspace)?;
         let sizes = [self.t as u64, self.k as u64];
-        launches.push(dropped.launch(self.dtype, [own, dx, dx], Address::NULL, sizes)?);
+        let launch = dropped.launch(self.dtype, [own, dx, dx], Address::NULL, sizes)?;
+        launches.push(launch.into());
         workspace.release(mark);
         Some(launches)
     }
@@ -229,12 +231,12 @@ impl LoraLinear {
     /// Launches of the forward, `y = x W^T + bias + scale * (x A^T) B^T` `[t, n]`, in order. `None` when the
     /// dtype has no kernel.
     #[must_use]
-    pub fn forward(
+    pub fn forward<S: Step>(
         &self,
         y: Address,
         multiprocessors: u32,
         workspace: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         let mark = workspace.mark();
         let s = self.adapter_rows(workspace);
         let mut launches = Vec::new();
@@ -246,7 +248,7 @@ impl LoraLinear {
             workspace.release(before);
         }
         let output = self.output(s, self.padded_rank(), y);
-        launches.extend(run([output], multiprocessors, workspace)?);
+        launches.extend(S::wide(&output, multiprocessors, workspace)?);
         workspace.release(mark);
         Some(launches)
     }
@@ -257,13 +259,13 @@ impl LoraLinear {
     /// Bytes for 8192 tokens, 4096 features in and out, rank 16, in bf16: `s` 67 MB; `ds` and `dB` in one pass 67 MB
     /// plus 17 MB of partial sums (134 MB as two products); `dA` 67 MB; the product of `dx` as much as the forward.
     #[must_use]
-    pub fn backward(
+    pub fn backward<S: Step>(
         &self,
         dy: Address,
         gradients: Gradients,
         multiprocessors: u32,
         workspace: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         let mark = workspace.mark();
         let (s, ds) = (self.adapter_rows(workspace), self.adapter_rows(workspace));
         let wanted = |address: Address| address != Address::NULL;
@@ -289,7 +291,7 @@ impl LoraLinear {
         };
         let before = workspace.mark();
         let (seeing, dropout) = self.seeing(workspace)?;
-        let mut launches: Vec<Launch> = dropout.into_iter().collect();
+        let mut launches: Vec<S> = dropout.into_iter().collect();
         let mut add = |product: Product, workspace: &mut Workspace| -> Option<()> {
             launches.extend(run([product], multiprocessors, workspace)?);
             Some(())
@@ -298,7 +300,7 @@ impl LoraLinear {
             add(seeing.down(s), workspace)?;
         }
         if self.r > 0 && wanted(d_lora_b) && pass.fits() {
-            launches.extend(pass.launches(workspace)?);
+            launches.extend(pass.launches(workspace)?.into_iter().map(S::from));
         } else if self.r > 0 {
             add(self.down_gradient(dy, ds), workspace)?;
             if wanted(d_lora_b) {
@@ -312,7 +314,7 @@ impl LoraLinear {
         workspace.release(before);
         if wanted(dx) {
             let input = self.input_gradient(dy, ds, dx);
-            launches.extend(run([input], multiprocessors, workspace)?);
+            launches.extend(S::wide(&input, multiprocessors, workspace)?);
             let ds = (ds, self.padded_rank());
             launches.extend(self.add_seen_gradient(ds, dx, multiprocessors, workspace)?);
         }
@@ -350,15 +352,15 @@ impl LoraLinear {
 }
 
 /// Launches of several products, one after the other.
-pub(super) fn run(
+pub(super) fn run<S: From<Launch>>(
     products: impl IntoIterator<Item = Product>,
     multiprocessors: u32,
     workspace: &mut Workspace,
-) -> Option<Vec<Launch>> {
+) -> Option<Vec<S>> {
     let mut launches = Vec::new();
     for product in products {
-        let choice = product.choose(multiprocessors);
-        launches.extend(product.launches(choice, multiprocessors, workspace)?);
+        let own = product.launches(product.choose(multiprocessors), multiprocessors, workspace)?;
+        launches.extend(own.into_iter().map(S::from));
     }
     Some(launches)
 }
@@ -420,11 +422,11 @@ mod tests {
     }
 
     #[test]
-    fn large_layers_use_the_large_tile_without_split_k() {
+    fn large_layers_use_a_large_tile_without_split_k() {
         let choice = layer(8192, 4096, 4096, 16)
             .output(Address(256), 16, Address(512))
             .choose(132);
-        assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (128, 256, 1));
+        assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (128, 128, 1));
         let choice = layer(8192, 4096, 4096, 16).down(Address(256)).choose(132);
         assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (64, 16, 1));
     }
@@ -454,7 +456,7 @@ mod tests {
     #[test]
     fn a_layer_without_adapter_is_one_launch() {
         let mut space = Workspace::new(Address::NULL);
-        let launches = layer(2048, 4096, 4096, 0)
+        let launches: Vec<Launch> = layer(2048, 4096, 4096, 0)
             .forward(Address(512), 132, &mut space)
             .unwrap();
         assert_eq!(launches.len(), 1);

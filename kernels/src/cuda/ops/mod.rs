@@ -19,6 +19,7 @@ pub mod product;
 pub mod rows;
 pub mod shared_grouped_lora;
 pub mod shared_lora;
+pub mod step;
 pub mod tile;
 pub mod unpack;
 pub mod workspace;

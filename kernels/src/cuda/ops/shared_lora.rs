@@ -18,8 +18,9 @@
 use super::lora_gradients::LoraGradients;
 use super::lora_linear::{LoraLinear, run};
 use super::pointwise;
+use super::step::Step;
 use super::workspace::Workspace;
-use crate::cuda::launch::{Address, Launch};
+use crate::cuda::launch::Address;
 
 /// LoRA layers that share one input, with their stacked A matrices. They have equal `x`, `t`, `k`, dtype and
 /// scale, and each has an adapter.
@@ -74,12 +75,12 @@ impl SharedLora<'_> {
     }
 
     /// Launches that compute `s = scale * x A^T` of all layers.
-    fn down(
+    fn down<S: Step>(
         &self,
         s: Address,
         multiprocessors: u32,
         workspace: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         let line = line(self.layers);
         let mut launches = Vec::new();
         for (adapter, first) in self.adapters()? {
@@ -118,32 +119,33 @@ impl SharedLora<'_> {
     /// Launches of the forward, which write each layer's output `y`. They also write `s [t, line]`, the
     /// outputs of the A matrices. `None` when the dtype has no kernel.
     #[must_use]
-    pub fn forward(
+    pub fn forward<S: Step>(
         &self,
         s: Address,
         y: &[Address],
         multiprocessors: u32,
         workspace: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         let line = line(self.layers);
         let mut launches = self.down(s, multiprocessors, workspace)?;
-        let outputs = self.columns(s).into_iter().zip(y);
-        let outputs = outputs.map(|((layer, s), y)| layer.output(s, line, *y));
-        launches.extend(run(outputs, multiprocessors, workspace)?);
+        for ((layer, s), y) in self.columns(s).into_iter().zip(y) {
+            let output = layer.output(s, line, *y);
+            launches.extend(S::wide(&output, multiprocessors, workspace)?);
+        }
         Some(launches)
     }
 
     /// Launches of the backward, which write the gradients for each layer's `dy [t, n]`, given the `s` of the
     /// forward. `None` when the dtype has no kernel.
     #[must_use]
-    pub fn backward(
+    pub fn backward<S: Step>(
         &self,
         dy: &[Address],
         s: Address,
         gradients: Gradients<'_>,
         multiprocessors: u32,
         workspace: &mut Workspace,
-    ) -> Option<Vec<Launch>> {
+    ) -> Option<Vec<S>> {
         let all = self.all()?;
         let (line, size) = (line(self.layers), all.dtype.size_bytes());
         let mark = workspace.mark();
@@ -168,7 +170,7 @@ impl SharedLora<'_> {
                 d_lora_b: *d_lora_b,
             };
             if pass.fits() {
-                launches.extend(pass.launches(workspace)?);
+                launches.extend(pass.launches(workspace)?.into_iter().map(S::from));
                 continue;
             }
             let mut down = layer.down_gradient(*dy, ds);
@@ -205,10 +207,10 @@ impl SharedLora<'_> {
                 if let Some(term) = &mut input.terms[1] {
                     term.a_line = line;
                 }
-                launches.extend(run([input], multiprocessors, workspace)?);
+                launches.extend(S::wide(&input, multiprocessors, workspace)?);
                 if i > 0 {
                     let sum = gradients.dx;
-                    launches.push(pointwise::add(all.dtype, sum, own, sum, elems as u64)?);
+                    launches.push(pointwise::add(all.dtype, sum, own, sum, elems as u64)?.into());
                 }
                 workspace.release(before);
             }

@@ -1,7 +1,7 @@
 // sums[i] += values[i] for n elements: f32 values, bf16 sums, rounded stochastically with the bits of optim::accumulate
 // (any NaN counts as equal). Word 0 of a pair rounds a sum. Bytes per element: 8; 6 where the sums are new.
 //
-// Legend: as in adamw.cu: [0, head) single elements | [head, head + body) eight per thread, 16-byte aligned | the rest
+// Legend: as in adamw.cu: [0, head) single elements | [head, head + body) four per thread, aligned | the rest
 //   single elements. `fresh`: the sums are taken as zero and not read. when [4]: key and time, low words first, in device
 //   memory, so that a captured launch can be replayed at another time.
 
@@ -22,26 +22,28 @@ DEVICE void add_one(Rounding& r, const Sum& at, u64 i) {
   at.sums[i] = stochastic_round(add_rn(old, at.values[i]), random);
 }
 
+constexpr int WIDTH = 4;
+
 // Returns false, with nothing written, when a number is too large for the pairwise rounding or a page ends inside.
-DEVICE bool add_eight(Rounding& r, const Sum& at, u64 i) {
-  Eight<TYPE_BF16> sum;
-  Eight<TYPE_F32> value;
+DEVICE bool add_several(Rounding& r, const Sum& at, u64 i) {
+  Several<TYPE_BF16, WIDTH> sum;
+  Several<TYPE_F32, WIDTH> value;
   if (at.fresh) sum.set_zero(); else sum.load(at.sums + i);
   value.load(at.values + i);
-  // An odd first element begins with the high half of a word: eight elements then touch five pairs.
+  // An odd first element begins with the high half of a word: four elements then touch three pairs.
   u64 pair = (at.first_element + i) >> 1;
   bool odd = (at.first_element + i) & 1;
   if (pair >> 32 != r.page) turn_to(r, pair >> 32);
-  if (pair + 4 >> 32 != r.page) return false;
+  if (pair + WIDTH / 2 >> 32 != r.page) return false;
   u32 words[3], next[3];
   hash(r, (u32)pair, next);
   // Becomes infinite or NaN when a sum is 2^127 or more, infinite or NaN.
   float large = 0.0f;
-  UNROLL for (int k = 0; k < 4; k++) {
+  UNROLL for (int k = 0; k < WIDTH / 2; k++) {
     float low = add_rn(sum.get(2 * k), value.get(2 * k)), high = add_rn(sum.get(2 * k + 1), value.get(2 * k + 1));
     large = fma_rn(fabsf(high), 2.0f, fma_rn(fabsf(low), 2.0f, large));
     words[0] = next[0];
-    if (k < 3 || odd) hash(r, (u32)pair + k + 1, next);
+    if (k < WIDTH / 2 - 1 || odd) hash(r, (u32)pair + k + 1, next);
     u32 random = (u32)(((u64)next[0] << 32 | words[0]) >> (odd ? 16 : 0));
     sum.words[k] = stochastic_round_pair(low, high, random);
   }
@@ -59,8 +61,8 @@ accumulate(u16* sums, const float* values, u64 n, u64 first_element, u64 head, c
 
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;
   u64 body = (n - head) / 8 * 8;
-  for (u64 i = head + thread * 8; i < head + body; i += threads * 8)
-    if (!add_eight(r, at, i))
-      for (u64 j = i; j < i + 8; j++) add_one(r, at, j);
+  for (u64 i = head + thread * WIDTH; i < head + body; i += threads * WIDTH)
+    if (!add_several(r, at, i))
+      for (u64 j = i; j < i + WIDTH; j++) add_one(r, at, j);
   for (u64 i = thread; i < n - body; i += threads) add_one(r, at, i < head ? i : i + body);
 }

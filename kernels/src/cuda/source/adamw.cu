@@ -15,7 +15,7 @@
 //   elements 2k and 2k + 1 share three words hashed from k; the low and high half of word 0 round the weight, of
 //   word 1 the first moment, of word 2 the second. 2^32 pairs (a page) share a key, the Philox block at counter
 //   (page, step).
-//   [0, head) single elements | [head, head + body) eight per thread, 16-byte aligned | the rest single elements.
+//   [0, head) single elements | [head, head + body) WIDTH per thread, aligned | the rest single elements.
 //   The launch chooses head so that all windows are aligned behind it; head = n when no head aligns them all.
 // The factor on every gradient is scalars.grad_scale * clip.factor, one f32 product: with grad_scale = 1 it is the
 // factor that the norm kernel wrote. A null clip stands for 1. With clip.skip set nothing is written.
@@ -80,8 +80,12 @@ DEVICE void draw(Constants& c, u64 element, u32 (&words)[3]) {
 // Stores exactly, or with stochastic rounding.
 DEVICE void put(float& x, float value, u32) { x = value; }
 DEVICE void put(u16& x, float value, u32 random16) { x = stochastic_round(value, random16); }
-DEVICE void put_pair(Eight<TYPE_F32>& x, int k, float low, float high, u32) { x.set_pair(k, low, high); }
-DEVICE void put_pair(Eight<TYPE_BF16>& x, int k, float low, float high, u32 random) {
+template <int N>
+DEVICE void put_pair(Several<TYPE_F32, N>& x, int k, float low, float high, u32) {
+  x.set_pair(k, low, high);
+}
+template <int N>
+DEVICE void put_pair(Several<TYPE_BF16, N>& x, int k, float low, float high, u32 random) {
   x.words[k] = stochastic_round_pair(low, high, random);
 }
 
@@ -102,6 +106,9 @@ DEVICE void update(const Constants& c, float gradient, float& w, float& m, float
 }
 
 // ---- the window
+
+// Elements of a lane.
+constexpr int WIDTH = GRAD == TYPE_F32 || WEIGHT == TYPE_F32 || MOMENT == TYPE_F32 ? 4 : 8;
 
 struct Window {
   const Grad::Stored* grad;
@@ -124,27 +131,27 @@ DEVICE void step_one(Constants& c, const Window& at, u64 i) {
 }
 
 // Returns false, with nothing written, when a number is too large for the pairwise rounding or a page ends inside.
-DEVICE bool step_eight(Constants& c, const Window& at, u64 i) {
-  Eight<GRAD> grad;
-  Eight<WEIGHT> weight;
-  Eight<MOMENT> exp_avg, exp_avg_sq;
-  Eight<COPY> copy;
+DEVICE bool step_several(Constants& c, const Window& at, u64 i) {
+  Several<GRAD, WIDTH> grad;
+  Several<WEIGHT, WIDTH> weight;
+  Several<MOMENT, WIDTH> exp_avg, exp_avg_sq;
+  Several<COPY, WIDTH> copy;
   grad.load(at.grad + i);
   weight.load(at.weight + i);
   exp_avg.load(at.exp_avg + i);
   exp_avg_sq.load(at.exp_avg_sq + i);
-  // An odd first element begins with the high half of a word: eight elements then touch five pairs.
+  // An odd first element begins with the high half of a word: the elements then touch one pair more.
   u64 pair = (at.first_element + i) >> 1;
   bool odd = (at.first_element + i) & 1;
   u32 words[3] = {0, 0, 0}, next[3] = {0, 0, 0};
   if (ROUNDED) {
     if (pair >> 32 != c.rounding.page) turn_to(c.rounding, pair >> 32);
-    if (pair + 4 >> 32 != c.rounding.page) return false;
+    if (pair + WIDTH / 2 >> 32 != c.rounding.page) return false;
     hash(c.rounding, (u32)pair, next);
   }
   // Becomes infinite or NaN when a number to be rounded is 2^127 or more, infinite or NaN.
   float sum = 0.0f;
-  UNROLL for (int k = 0; k < 4; k++) {
+  UNROLL for (int k = 0; k < WIDTH / 2; k++) {
     float w[2], m[2], v[2];
     UNROLL for (int h = 0; h < 2; h++) {
       w[h] = weight.get(2 * k + h), m[h] = exp_avg.get(2 * k + h), v[h] = exp_avg_sq.get(2 * k + h);
@@ -154,7 +161,7 @@ DEVICE bool step_eight(Constants& c, const Window& at, u64 i) {
     }
     if (ROUNDED) {
       UNROLL for (int s = 0; s < 3; s++) words[s] = next[s];
-      if (k < 3 || odd) hash(c.rounding, (u32)pair + k + 1, next);
+      if (k < WIDTH / 2 - 1 || odd) hash(c.rounding, (u32)pair + k + 1, next);
       UNROLL for (int s = 0; s < 3; s++) words[s] = (u32)(((u64)next[s] << 32 | words[s]) >> (odd ? 16 : 0));
     }
     put_pair(weight, k, w[0], w[1], words[0]);
@@ -177,12 +184,12 @@ adamw(const Grad::Stored* grad, Weight::Stored* weight, u16* copy, Moment::Store
   if (!begin(c, scalars, clip, first_element)) return;
   Window at = {grad, weight, copy, exp_avg, exp_avg_sq, first_element};
 
-  // The thread's eight elements of the body, one by one where they are large; then what the body leaves over.
+  // The thread's elements of the body, one by one where they are large; then what the body leaves over.
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;
   u64 body = (n - head) / 8 * 8;
-  for (u64 i = head + thread * 8; i < head + body; i += threads * 8)
-    if (!step_eight(c, at, i))
-      for (u64 j = i; j < i + 8; j++) step_one(c, at, j);
+  for (u64 i = head + thread * WIDTH; i < head + body; i += threads * WIDTH)
+    if (!step_several(c, at, i))
+      for (u64 j = i; j < i + WIDTH; j++) step_one(c, at, j);
   for (u64 i = thread; i < n - body; i += threads) step_one(c, at, i < head ? i : i + body);
 }
 #else

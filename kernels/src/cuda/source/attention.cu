@@ -25,48 +25,61 @@ typedef Element<TYPE> T;
 constexpr int PIECES = HEAD_DIM / 8;
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr bool HALF_STEP = PIECES % 2 == 1;
-// Bytes from row to row in shared memory: an odd number of pieces, so that the eight rows of an 8x8 matrix lie in
-// different banks.
-constexpr int PITCH = (PIECES | 1) * 16;
+// Shared memory: the eight rows of an 8x8 matrix must lie in different banks. Rows of 8 or 16 pieces are swizzled: piece p
+// of row r is stored at p ^ (r % 8). Other rows are an odd number of pieces apart.
+//
+//   swizzled, 8 pieces a row                 padded, 10 pieces in rows of 11
+//   row 0 | 0 1 2 3 4 5 6 7 |                row 0 | 0 1 2 3 4 5 6 7 8 9 - |
+//   row 1 | 1 0 3 2 5 4 7 6 |                row 1 | 0 1 2 3 4 5 6 7 8 9 - |  each row begins 11 pieces later:
+//   row 2 | 2 3 0 1 6 7 4 5 |                row 2 | 0 1 2 3 4 5 6 7 8 9 - |  banks 0, 3, 6, 1, 4, 7, 2, 5 (of 8)
+//   row 7 | 7 6 5 4 3 2 1 0 |
+constexpr bool SWIZZLED = PIECES % 8 == 0;
+constexpr int PITCH = (SWIZZLED ? PIECES : PIECES | 1) * 16;
 constexpr int THREADS = 128;
-// How many steps of a left operand that does not change stay in registers, as many as fit without spilling (ALL: every
-// one), and blocks of a multiprocessor that the registers must suffice for.
+// Tuning by head dim. First, how many steps of a left operand that does not change stay in registers: as many as fit
+// without spilling (ALL: every one). Then blocks of a multiprocessor that the registers must suffice for. At the right the
+// blocks that shared memory leaves resident on multiprocessors with 100 / 164 / 228 KB (a test holds them): `_128` where
+// the launch takes tiles of 128 queries, `_64` elsewhere.
 constexpr int ALL = 9;
-constexpr int FORWARD_RESIDENT = HEAD_DIM <= 80 ? ALL : 0;
-constexpr int Q_RESIDENT = HEAD_DIM <= 80 ? ALL : HEAD_DIM <= 112 ? 4 : 2, DOUT_RESIDENT = HEAD_DIM <= 80 ? ALL : 0;
-constexpr int KV_RESIDENT = HEAD_DIM <= 32 ? STEPS / 2 : HEAD_DIM <= 64 ? STEPS : HEAD_DIM <= 72 ? 3 : HEAD_DIM <= 80 ? ALL : 4;
-constexpr int BLOCKS_128 = HEAD_DIM <= 32 ? 3 : 2, BLOCKS_64 = HEAD_DIM <= 32 ? 4 : 3;
-constexpr int KV_BLOCKS = HEAD_DIM <= 32 ? 4 : HEAD_DIM <= 72 ? 3 : 2;
+struct Tuning {
+  int head_dim;  // up to this one
+  int forward, q, dout, kv;
+  int blocks_128, blocks_64, blocks_kv;
+};
+constexpr Tuning TUNING[] = {
+    //  steps in registers       blocks by registers   resident: forward_128, forward_64, gradient_q_128, _64,   gradient_kv
+    {32, ALL, ALL, ALL, 1, 3, 4, 4},    //             3/3/3    4/4/4   3/3/3  4/4/4   3/4/4
+    {64, ALL, ALL, ALL, 4, 2, 3, 3},    //             2/2/2    3/3/3   2/2/2  3/3/3   2/3/3
+    {72, ALL, ALL, ALL, 3, 2, 3, 3},    //             2/2/2    3/3/3   2/2/2  3/3/3   2/3/3
+    {80, ALL, ALL, 0, ALL, 2, 3, 2},    //             -/2/2    2/3/3   -/2/2  2/3/3   1/2/2
+    {112, 0, 3, 0, 4, 2, 3, 2},         //             -/2/2    2/3/3   -/2/2  2/3/3   1/2/2
+    {128, 0, 0, 0, 1, 2, 3, 2},         //             -/2/2    2/3/3   -/2/2  2/3/3   1/2/2
+};
+DEVICE constexpr int tuning_row() {
+  int row = 0;
+  while (TUNING[row].head_dim < HEAD_DIM) row++;
+  return row;
+}
+constexpr Tuning TUNED = TUNING[tuning_row()];
+constexpr int FORWARD_RESIDENT = TUNED.forward, Q_RESIDENT = TUNED.q, DOUT_RESIDENT = TUNED.dout, KV_RESIDENT = TUNED.kv;
+constexpr int BLOCKS_128 = TUNED.blocks_128, BLOCKS_64 = TUNED.blocks_64, KV_BLOCKS = TUNED.blocks_kv;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+// Where a piece lies in rows that begin at a multiple of 8 rows.
+DEVICE u32 place(int row, int piece) { return row * PITCH + (SWIZZLED ? piece ^ (row & 7) : piece) * 16; }
+// The same row, `pieces` (even) to the right of an address whose piece is 0 or 1 but for the swizzle.
+DEVICE u32 right_of(u32 address, int pieces) { return SWIZZLED ? address ^ (pieces * 16) : address + pieces * 16; }
+
 DEVICE int lane_index() { return threadIdx.x & 31; }
 // Taken from lane 0: the compiler then knows that branches on it do not divide the warp.
 DEVICE int warp_index() { return (int)shuffle((u32)threadIdx.x >> 5, 0); }
 
-struct Sequence {
-  int q_start, queries, k_start, keys;
-  int causal;
-
-  DEVICE Sequence(const int* q_starts, const int* k_starts, int index, int causal)
-      : q_start(q_starts[index]),
-        queries(q_starts[index + 1] - q_start),
-        k_start(k_starts[index]),
-        keys(k_starts[index + 1] - k_start),
-        causal(causal) {}
-
-  // Keys that query `row` sees: the first so many.
-  DEVICE int visible(int row) const {
-    if (!causal) return keys;
-    int end = row + 1 + keys - queries;
-    return end < 0 ? 0 : smaller(end, keys);
-  }
-};
-
 // The part of a thread in copies from global to shared memory: one piece of every STEP-th row of a head.
 struct Copy {
   static constexpr int STEP = THREADS / PIECES;
+  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "no row of TUNING");
+  static_assert(!SWIZZLED || STEP % 8 == 0, "the swizzle repeats from step to step");
   static constexpr bool ALL_THREADS = THREADS % PIECES == 0;
   int row;
   u32 stride, shared, global;
@@ -75,7 +88,7 @@ struct Copy {
   DEVICE Copy(int head, int heads)
       : row(threadIdx.x / PIECES),
         stride(heads * HEAD_DIM),
-        shared(row * PITCH + threadIdx.x % PIECES * 16),
+        shared(place(row, threadIdx.x % PIECES)),
         global(row * stride + head * HEAD_DIM + threadIdx.x % PIECES * 8) {
     if (!ALL_THREADS && row >= STEP) row = 1 << 24;
   }
@@ -98,15 +111,15 @@ DEVICE void store_rows(u16* global, const u8* shared, int stride, int valid) {
   UNROLL for (int i = 0; i < (ROWS * PIECES + 31) / 32; i++) {
     int at = lane_index() + i * 32, row = at / PIECES, piece = at % PIECES;
     if (row < smaller(valid, ROWS))
-      *(uint4*)(global + (i64)row * stride + piece * 8) = *(const uint4*)(shared + row * PITCH + piece * 16);
+      *(uint4*)(global + (i64)row * stride + piece * 8) = *(const uint4*)(shared + place(row, piece));
   }
 }
 
 // Where this lane points into 16 x 16 elements: as the left operand of a product (or, transposed, the right one
 // whose rows are summed over), and as the right operand whose rows are the columns of the result.
-DEVICE u32 lane_of_left() { return (lane_index() & 15) * PITCH + (lane_index() >> 4) * 16; }
-DEVICE u32 lane_of_right() { return ((lane_index() & 7) + (lane_index() >> 4) * 8) * PITCH + (lane_index() >> 3 & 1) * 16; }
-// Into 32 x 8 elements.
+DEVICE u32 lane_of_left() { return place(lane_index() & 15, lane_index() >> 4); }
+DEVICE u32 lane_of_right() { return place((lane_index() & 7) + (lane_index() >> 4) * 8, lane_index() >> 3 & 1); }
+// Into 32 x 8 elements. Rows with a step of k = 8 have an odd number of pieces: they are not swizzled.
 DEVICE u32 lane_of_column() { return lane_index() * PITCH; }
 
 // The left operand of a product over the head dim: 16 * M rows.
@@ -116,7 +129,7 @@ struct Left {
   u32 half[4];
 
   DEVICE void load_full(u32 rows, int k) {
-    UNROLL for (int m = 0; m < M; m++) load_matrix_x4(full[k][m], rows + lane_of_left() + m * 16 * PITCH + k * 32);
+    UNROLL for (int m = 0; m < M; m++) load_matrix_x4(full[k][m], right_of(rows + lane_of_left(), 2 * k) + m * 16 * PITCH);
   }
   DEVICE void load_half(u32 rows) {
     if (M == 2) {
@@ -145,7 +158,7 @@ DEVICE void product(float (&s)[M][N][4], Left<M>& left, u32 left_rows, u32 right
     if (k >= LOADED) left.load_full(left_rows, k);
     UNROLL for (int n = 0; n < N; n += 2) {
       u32 b[4];
-      load_matrix_x4(b, right_rows + lane_of_right() + n * 8 * PITCH + k * 32);
+      load_matrix_x4(b, right_of(right_rows + lane_of_right(), 2 * k) + n * 8 * PITCH);
       UNROLL for (int m = 0; m < M; m++) {
         T::mma(s[m][n], left.full[k][m], b[0], b[1]);
         T::mma(s[m][n + 1], left.full[k][m], b[2], b[3]);
@@ -179,7 +192,7 @@ DEVICE void accumulate(float (&o)[M][PIECES][4], const u32 (&p)[M][K][4], u32 ri
   UNROLL for (int k = 0; k < K; k++)
     UNROLL for (int n = 0; n + 1 < PIECES; n += 2) {
       u32 b[4];
-      load_matrix_x4_transposed(b, right_rows + lane_of_left() + k * 16 * PITCH + n * 16);
+      load_matrix_x4_transposed(b, right_of(right_rows + lane_of_left(), n) + k * 16 * PITCH);
       UNROLL for (int m = 0; m < M; m++) {
         T::mma(o[m][n], p[m][k], b[0], b[1]);
         T::mma(o[m][n + 1], p[m][k], b[2], b[3]);
@@ -211,7 +224,7 @@ DEVICE void stage_rows(u8* shared, const float (&o)[M][PIECES][4], const float (
   UNROLL for (int m = 0; m < M; m++)
     UNROLL for (int half = 0; half < 2; half++)
       UNROLL for (int n = 0; n < PIECES; n++)
-        *(u32*)(shared + (m * 16 + half * 8 + r) * PITCH + n * 16 + c * 4) =
+        *(u32*)(shared + place(m * 16 + half * 8 + r, n) + c * 4) =
             T::narrow_pair(o[m][n][2 * half] * factor[m][half], o[m][n][2 * half + 1] * factor[m][half]);
 }
 
@@ -408,7 +421,7 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
   const int all_visible = sequence.visible(row);
 
   const u32 shared_q = shared_address(memory), shared_dout = shared_q + ROWS * PITCH;
-  const u32 shared_k = shared_dout + ROWS * PITCH, shared_v = shared_k + 2 * KEYS * PITCH;
+  const u32 shared_k = shared_dout + ROWS * PITCH, shared_v = shared_k + KEYS * PITCH;
   const u32 warp_q = shared_q + warp * 16 * M * PITCH, warp_dout = warp_q + ROWS * PITCH;
   const Copy copy_k(kv_head, kv_heads);
   auto copy_keys = [&](u32 shared, const u16* tensor, int key) {
@@ -419,12 +432,12 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
   float o[M][PIECES][4];
   clear(o);
   if (block_visible > 0) {
-    int key = (block_visible - 1) / KEYS * KEYS, stage = 0;
+    int key = (block_visible - 1) / KEYS * KEYS;
     const Copy copy_q(head, heads);
     copy_q.rows<ROWS>(shared_q, q, sequence.q_start + block_row, sequence.queries - block_row);
     copy_q.rows<ROWS>(shared_dout, dout, sequence.q_start + block_row, sequence.queries - block_row);
-    copy_keys(shared_k, k, key);
     copy_keys(shared_v, v, key);
+    copy_keys(shared_k, k, key);
     float base[M][2], mean[M][2];
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int half = 0; half < 2; half++) {
@@ -441,33 +454,34 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
       left_q.template load<Q_RESIDENT>(warp_q);
       left_dout.template load<DOUT_RESIDENT>(warp_dout);
     }
-    for (; key >= 0; key -= KEYS, stage ^= 1) {
+    // Each of the two tiles has one buffer. The values of the next tile are copied during the rest of this one, its keys
+    // during the next product with values.
+    for (; key >= 0; key -= KEYS) {
+      copy_async_wait<1>();
+      block_barrier();
+      float s[M][N][4], dp[M][N][4];
+      if (key < any_visible) product<DOUT_RESIDENT>(dp, left_dout, warp_dout, shared_v);
       copy_async_wait<0>();
       block_barrier();
-      const u32 tile_k = shared_k + stage * KEYS * PITCH;
-      if (key > 0) copy_keys(shared_k + (stage ^ 1) * KEYS * PITCH, k, key - KEYS);
-      float s[M][N][4], dp[M][N][4];
+      if (key > 0) copy_keys(shared_v, v, key - KEYS);
       if (key < any_visible) {
-        product<Q_RESIDENT>(s, left_q, warp_q, tile_k);
+        product<Q_RESIDENT>(s, left_q, warp_q, shared_k);
         if (key + KEYS > all_visible) {
           UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int half = 0; half < 2; half++)
               mask_row(s[m], half, key + lane_index() % 4 * 2,
                        sequence.visible(row + m * 16 + half * 8 + lane_index() / 4));
         }
-        product<DOUT_RESIDENT>(dp, left_dout, warp_dout, shared_v);
-      }
-      block_barrier();
-      if (key > 0) copy_keys(shared_v, v, key - KEYS);
-      if (key < any_visible) {
         UNROLL for (int m = 0; m < M; m++)
           UNROLL for (int n = 0; n < N; n++)
             UNROLL for (int i = 0; i < 4; i++)
               s[m][n][i] = exp2_approx(fmaf(s[m][n][i], factor, -base[m][i / 2])) * (dp[m][n][i] - mean[m][i / 2]);
         u32 ds[M][N / 2][4];
         narrow(ds, s);
-        accumulate(o, ds, tile_k);
+        accumulate(o, ds, shared_k);
       }
+      block_barrier();
+      if (key > 0) copy_keys(shared_k, k, key - KEYS);
     }
   }
 

@@ -23,27 +23,8 @@ constexpr int ROWS = 4, BLOCK_ROWS = ROWS * WARPS, TILE = 32, DIMS = 4;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int lane_index() { return threadIdx.x % 32; }
 DEVICE int warp_index() { return threadIdx.x / 32; }
-
-struct Sequence {
-  int q_start, queries, k_start, keys, causal;
-
-  DEVICE Sequence(const int* q_starts, const int* k_starts, int index, int causal)
-      : q_start(q_starts[index]),
-        queries(q_starts[index + 1] - q_start),
-        k_start(k_starts[index]),
-        keys(k_starts[index + 1] - k_start),
-        causal(causal) {}
-
-  // Keys that query `row` sees: the first so many.
-  DEVICE int visible(int row) const {
-    if (!causal) return keys;
-    int end = row + 1 + keys - queries;
-    return end < 0 ? 0 : smaller(end, keys);
-  }
-};
 
 // One head of a tensor [rows, heads, d].
 template <typename S>

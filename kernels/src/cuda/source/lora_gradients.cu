@@ -36,14 +36,6 @@ constexpr int TILES = RANK / 8;        // n8 columns of the rank
 constexpr int PITCH = RANK + 8;        // floats of a row of a warp's sums: rows start at different banks
 constexpr int DY_CHUNKS = SLICE / 8, S_CHUNKS = RANK / 8;
 
-// Where chunk `chunk` (16 bytes) of line `line` lies, in bytes: eight lines of one chunk touch each bank once.
-template <int CHUNKS>
-DEVICE u32 chunk_offset(int line, int chunk) {
-  constexpr int LINES_PER_128_BYTES = CHUNKS < 8 ? 8 / CHUNKS : 1;
-  constexpr int MASK = CHUNKS < 8 ? CHUNKS - 1 : 7;
-  return (u32)((line * CHUNKS + (chunk ^ ((line / LINES_PER_128_BYTES) & MASK))) * 16);
-}
-
 DEVICE void gradients(const u16* dy, const u16* s, u64 s_line, const u16* b, int t, int n, int r, int columns,
                       float* ds_partial, float* db_partial, int range_rows, const int* rows) {
   SHARED_MEMORY(memory);

@@ -38,6 +38,7 @@
 // blocks of one wave read a nearly square piece of both operands.
 // Shared memory per step at 128 bytes a cycle, against cycles of mma (2048 fma at 1024 a cycle on sm_80; at 2048 of
 // wgmma's peak on sm_90): fragments 512 B an ldmatrix, copies 2 * BLOCK_K * (BLOCK_M + BLOCK_N) bytes:
+// mma.sync itself reaches 63 to 65 % of sm_90's peak, so the first two tiles are equal there.
 //   tile      warp    ldmatrix + copies   sm_80 mma   sm_90 peak   at most of sm_90's peak
 //   128x256   64x64   512 + 192 cycles    1024        512          73 %
 //   128x128   64x64   256 + 128           512         256          67 %
@@ -62,14 +63,6 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N;
 // mma tiles of a warp, pairs of n8 columns, and k16 slices of a warp in a step.
 constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 16, SLICES = BLOCK_K / 16 / WARPS_K;
-
-// 16-byte chunks of a line of CHUNKS chunks: where chunk `chunk` of line `line` lies, in bytes.
-template <int CHUNKS>
-DEVICE u32 chunk_offset(int line, int chunk) {
-  constexpr int LINES_PER_128_BYTES = CHUNKS < 8 ? 8 / CHUNKS : 1;
-  constexpr int MASK = CHUNKS < 8 ? CHUNKS - 1 : 7;
-  return (u32)((line * CHUNKS + (chunk ^ ((line / LINES_PER_128_BYTES) & MASK))) * 16);
-}
 
 // One operand's tile: ROWS (of m or n) by BLOCK_K. A line is contiguous in global memory: BLOCK_K elements of a row,
 // or ROWS elements of one k when transposed. SIDE 0 feeds the rows of the mma, 1 its columns. INDEXED: a table names the
@@ -268,10 +261,27 @@ struct Output<TYPE_F32> {
   }
 };
 
+// One pair of operands: a sum over k elements. k = 0: no pair, nothing is read.
+struct Operands {
+  const u16* a;
+  u64 lda;
+  const u16* b;
+  u64 ldb;
+  int k;
+};
+
+// What a layer makes of the sums: y [m, n] = scale * sum + bias. b has `b_rows` rows; the sums of the others are zero.
+struct Result {
+  int m, n, b_rows;
+  const u16* bias;
+  Element<OUT>::Stored* y;
+  u64 ldy;
+  float scale;
+};
+
 // The tile of y that begins at (row, column), or block z's part of its sum.
-DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, u64 lda2, const u16* b2,
-                     u64 ldb2, int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy,
-                     float scale, int row, int column, int steps_per_part, const int* table) {
+DEVICE void multiply(const Operands& first, const Operands& second, const Result& result, int row, int column,
+                     int steps_per_part, const int* table) {
   SHARED_MEMORY(memory);
   u32 ring = shared_address(memory);
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -279,7 +289,7 @@ DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, c
   int warp_m = piece % WARPS_M * WARP_M, warp_n = piece / WARPS_M * WARP_N;
 
   // Steps of BLOCK_K over the first pair of operands, then over the second.
-  int steps1 = divide_up(k1, BLOCK_K), steps = steps1 + divide_up(k2, BLOCK_K);
+  int steps1 = divide_up(first.k, BLOCK_K), steps = steps1 + divide_up(second.k, BLOCK_K);
   int step = (int)blockIdx.z * steps_per_part, end = steps - step < steps_per_part ? steps : step + steps_per_part;
 
   TileA tile_a;
@@ -287,19 +297,19 @@ DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, c
   tile_a.place(thread, warp_m, share);
   tile_b.place(thread, warp_n, share);
   if (ROUTED == 2 || step < steps1) {
-    tile_a.seek(thread, a1, lda1, m, k1, row, step * BLOCK_K, table);
-    tile_b.seek(thread, b1, ldb1, b_rows, k1, column, step * BLOCK_K, table);
+    tile_a.seek(thread, first.a, first.lda, result.m, first.k, row, step * BLOCK_K, table);
+    tile_b.seek(thread, first.b, first.ldb, result.b_rows, first.k, column, step * BLOCK_K, table);
   } else {
-    tile_a.seek(thread, a2, lda2, m, k2, row, (step - steps1) * BLOCK_K, table);
-    tile_b.seek(thread, b2, ldb2, b_rows, k2, column, (step - steps1) * BLOCK_K, table);
+    tile_a.seek(thread, second.a, second.lda, result.m, second.k, row, (step - steps1) * BLOCK_K, table);
+    tile_b.seek(thread, second.b, second.ldb, result.b_rows, second.k, column, (step - steps1) * BLOCK_K, table);
   }
   int fetched = step;
   // Copies the tile of step `fetched` to `stage`; nothing but the pipeline's count after the last.
   auto fetch = [&](u32 stage) {
     if (fetched < end) {
       if (ROUTED != 2 && fetched == steps1) {
-        tile_a.seek(thread, a2, lda2, m, k2, row, 0, table);
-        tile_b.seek(thread, b2, ldb2, b_rows, k2, column, 0, table);
+        tile_a.seek(thread, second.a, second.lda, result.m, second.k, row, 0, table);
+        tile_b.seek(thread, second.b, second.ldb, result.b_rows, second.k, column, 0, table);
       }
       tile_a.copy(stage);
       tile_b.copy(stage + TileA::BYTES);
@@ -343,19 +353,9 @@ DEVICE void multiply(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, c
   block_barrier();
   if (WARPS_K > 1 && !reduce_warps(sums, memory, piece, share, lane)) return;
   u8* staging = memory + PARTIAL_BYTES + piece * (WARP_M * WARP_N * 2);
-  y += (u64)blockIdx.z * (u64)m * ldy;
-  Output<OUT>::store(sums, staging, y, ldy, row + warp_m, column + warp_n, m, n, scale, bias, table, lane);
-}
-
-// Tile rows come in groups, a group is walked column by column.
-struct Place {
-  int row, column;  // of tiles
-};
-DEVICE Place place_of_block(int tiles_m, int tiles_n, int group) {
-  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
-  int in_group = (int)blockIdx.x % (group * tiles_n);
-  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
-  return {first_row + in_group % height, in_group / height};
+  Element<OUT>::Stored* y = result.y + (u64)blockIdx.z * (u64)result.m * result.ldy;
+  Output<OUT>::store(sums, staging, y, result.ldy, row + warp_m, column + warp_n, result.m, result.n, result.scale,
+                     result.bias, table, lane);
 }
 
 #if ROUTED == 0
@@ -364,7 +364,7 @@ linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, 
        int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy, float scale, int group,
        int steps_per_part) {
   Place place = place_of_block(divide_up(m, BLOCK_M), divide_up(n, BLOCK_N), group);
-  multiply(a1, lda1, b1, ldb1, k1, a2, lda2, b2, ldb2, k2, m, n, b_rows, bias, y, ldy, scale, place.row * BLOCK_M,
+  multiply({a1, lda1, b1, ldb1, k1}, {a2, lda2, b2, ldb2, k2}, {m, n, b_rows, bias, y, ldy, scale}, place.row * BLOCK_M,
            place.column * BLOCK_N, steps_per_part, nullptr);
 }
 #elif ROUTED == 1
@@ -380,9 +380,12 @@ linear_routed(const u16* a, u64 lda, int k, const u16* s, u64 lds, int n, Elemen
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK_M;
   int r = second ? r2 : r1;
-  multiply(a, lda, second ? b2 : b1, second ? ldb2 : ldb1, k, s, lds, second ? c2 : c1, second ? ldc2 : ldc1, r,
-           second ? m2 : m1, n, second ? b_rows2 : b_rows1, second ? bias2 : bias1, y, ldy, second ? scale2 : scale1,
-           row, place.column * BLOCK_N, divide_up(k, BLOCK_K) + divide_up(r, BLOCK_K), second ? rows2 : rows1);
+  const Operands base = {a, lda, second ? b2 : b1, second ? ldb2 : ldb1, k};
+  const Operands adapter = {s, lds, second ? c2 : c1, second ? ldc2 : ldc1, r};
+  const Result result = {second ? m2 : m1, n,   second ? b_rows2 : b_rows1, second ? bias2 : bias1, y,
+                         ldy,              second ? scale2 : scale1};
+  multiply(base, adapter, result, row, place.column * BLOCK_N, divide_up(k, BLOCK_K) + divide_up(r, BLOCK_K),
+           second ? rows2 : rows1);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].
@@ -390,7 +393,7 @@ KERNEL(THREADS, BLOCKS)
 linear_of_rows(const u16* a, u64 lda, const u16* b, u64 ldb, const int* rows, int k, int m, int n,
                Element<OUT>::Stored* y, u64 ldy, int group, int steps_per_part) {
   Place place = place_of_block(divide_up(m, BLOCK_M), divide_up(n, BLOCK_N), group);
-  multiply(a, lda, b, ldb, k, nullptr, 0, nullptr, 0, 0, m, n, n, nullptr, y, ldy, 1.0f, place.row * BLOCK_M,
+  multiply({a, lda, b, ldb, k}, {nullptr, 0, nullptr, 0, 0}, {m, n, n, nullptr, y, ldy, 1.0f}, place.row * BLOCK_M,
            place.column * BLOCK_N, steps_per_part, rows);
 }
 #endif

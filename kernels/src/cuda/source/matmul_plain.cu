@@ -160,17 +160,6 @@ DEVICE void multiply(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k
   }
 }
 
-// Tile rows come in groups, a group is walked column by column.
-struct Place {
-  int row, column;  // of tiles
-};
-DEVICE Place place_of_block(int tiles_m, int tiles_n, int group) {
-  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
-  int in_group = (int)blockIdx.x % (group * tiles_n);
-  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
-  return {first_row + in_group % height, in_group / height};
-}
-
 #if ROUTED == 0
 KERNEL(256, 2)
 matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const float* a2, u64 lda2, const float* b2,

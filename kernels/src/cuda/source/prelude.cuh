@@ -36,6 +36,51 @@ struct Element<TYPE_F16> {
 
 DEVICE float minus_infinity() { return float_of_bits(0xff800000u); }
 DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+
+// Where chunk `chunk` (16 bytes) of line `line` lies in shared memory, in bytes: eight lines of one chunk, or eight chunks of
+// one line, touch each bank once. Chunks of a line of CHUNKS, as they lie in memory (64 and 128 bytes a line):
+//   4 chunks: line 0 | 0 1 2 3   line 1 | 0 1 2 3     8 chunks: line 0 | 0 1 2 3 4 5 6 7
+//             line 2 | 1 0 3 2   line 3 | 1 0 3 2               line 1 | 1 0 3 2 5 4 7 6
+//             line 4 | 2 3 0 1   line 5 | 2 3 0 1               line 2 | 2 3 0 1 6 7 4 5
+//             line 6 | 3 2 1 0   line 7 | 3 2 1 0               line 7 | 7 6 5 4 3 2 1 0
+template <int CHUNKS>
+DEVICE u32 chunk_offset(int line, int chunk) {
+  constexpr int LINES_PER_128_BYTES = CHUNKS < 8 ? 8 / CHUNKS : 1;
+  constexpr int MASK = CHUNKS < 8 ? CHUNKS - 1 : 7;
+  return (u32)((line * CHUNKS + (chunk ^ ((line / LINES_PER_128_BYTES) & MASK))) * 16);
+}
+
+// The tile of y that a block computes. Tile rows come in groups, a group is walked column by column.
+struct Place {
+  int row, column;  // of tiles
+};
+DEVICE Place place_of_block(int tiles_m, int tiles_n, int group) {
+  int first_row = (int)blockIdx.x / (group * tiles_n) * group;
+  int in_group = (int)blockIdx.x % (group * tiles_n);
+  int height = tiles_m - first_row < group ? tiles_m - first_row : group;
+  return {first_row + in_group % height, in_group / height};
+}
+
+// A sequence of packed attention.
+struct Sequence {
+  int q_start, queries, k_start, keys;
+  int causal;
+
+  DEVICE Sequence(const int* q_starts, const int* k_starts, int index, int causal)
+      : q_start(q_starts[index]),
+        queries(q_starts[index + 1] - q_start),
+        k_start(k_starts[index]),
+        keys(k_starts[index + 1] - k_start),
+        causal(causal) {}
+
+  // Keys that query `row` sees: the first so many.
+  DEVICE int visible(int row) const {
+    if (!causal) return keys;
+    int end = row + 1 + keys - queries;
+    return end < 0 ? 0 : smaller(end, keys);
+  }
+};
 
 // p and n with e^x = p * 2^n for -104 <= x <= 89, with the bits of the CPU (kernels::cpu::math).
 struct ScaledExp {
@@ -108,6 +153,43 @@ struct Eight<TYPE_F32> {
                       bits_of_float(values[4 * h + 3]));
   }
 };
+
+// Four consecutive elements, for kernels that stream f32: a lane's 16 bytes of f32 lie beside those of its neighbors, so that
+// each access fills whole sectors of 32 bytes. With eight f32 a lane, an access has every second half of them.
+template <int T>
+struct Four {
+  typedef Element<T> E;
+  u32 words[2];
+  DEVICE void load(const u16* p) {
+    uint2 v = load_streaming((const uint2*)p);
+    words[0] = v.x, words[1] = v.y;
+  }
+  DEVICE void store_streaming(u16* p) const { ::store_streaming((uint2*)p, make_uint2(words[0], words[1])); }
+  DEVICE float get(int i) const { return E::widen((u16)(i & 1 ? words[i >> 1] >> 16 : words[i >> 1])); }
+  DEVICE void set_pair(int i, float low, float high) { words[i] = E::narrow_pair(low, high); }
+  DEVICE void set_zero() { words[0] = words[1] = 0; }
+};
+template <>
+struct Four<TYPE_F32> {
+  float values[4];
+  DEVICE void load(const float* p) {
+    uint4 v = load_streaming((const uint4*)p);
+    values[0] = float_of_bits(v.x), values[1] = float_of_bits(v.y);
+    values[2] = float_of_bits(v.z), values[3] = float_of_bits(v.w);
+  }
+  DEVICE void store_streaming(float* p) const {
+    ::store_streaming((uint4*)p, make_uint4(bits_of_float(values[0]), bits_of_float(values[1]),
+                                            bits_of_float(values[2]), bits_of_float(values[3])));
+  }
+  DEVICE float get(int i) const { return values[i]; }
+  DEVICE void set_pair(int i, float low, float high) { values[2 * i] = low, values[2 * i + 1] = high; }
+};
+
+// N consecutive elements of a lane: 8, or 4 where a stream is f32.
+template <int T, int N>
+struct Several : Eight<T> {};
+template <int T>
+struct Several<T, 4> : Four<T> {};
 
 // What the gradient norm decided about a step: kernels::cuda::ops::grad_norm::Clip.
 struct Clip {

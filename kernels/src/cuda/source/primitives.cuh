@@ -116,7 +116,7 @@ DEVICE u32 load_volatile(const u32* p) { return *(const volatile u32*)p; }
 
 // ---- memory
 
-// 16 bytes that this kernel reads once (kept out of the first-level cache) or writes once.
+// 16 or 8 bytes that this kernel reads once (kept out of the first-level cache) or writes once.
 DEVICE uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -128,6 +128,15 @@ DEVICE uint4 load_streaming(const uint4* p) {
 DEVICE void store_streaming(uint4* p, uint4 v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+
+DEVICE uint2 load_streaming(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_streaming(uint2* p, uint2 v) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // The 32-bit address of shared memory that the instructions below take.
@@ -176,6 +185,10 @@ DEVICE void load_matrix_x2_transposed(u32 (&r)[2], u32 address) {
                : "memory");
 }
 
+// Which lane holds what of an 8x8 matrix, two elements a lane (ldmatrix; with `transposed`, of its transpose):
+//   row 0 |  0  0  1  1  2  2  3  3 |     A [16, 16]: | a0 a2 |     B [16, 8]: | b0 |     D [16, 8]: | d0 d1 |
+//   row 1 |  4  4  5  5  6  6  7  7 |                 | a1 a3 |                | b1 |                | d2 d3 |
+//   row 7 | 28 28 29 29 30 30 31 31 |     each an 8x8 matrix; those of B are transposed: lane 0 holds rows 0, 1 of column 0
 // D[16,8] += A[16,k] B[k,8], f32 sums, k = 16 or 8. Lane 4r + c holds of
 //   A: rows r and r+8, columns 2c, 2c+1 (k 16: a[0..2] of columns 0..8, a[2..4] of columns 8..16);
 //   B: rows 2c, 2c+1 (k 16: b0 of rows 0..8, b1 of rows 8..16), column r;

@@ -290,6 +290,29 @@ fn lines_of_published_scripts_paste_in() {
 }
 
 #[test]
+fn flags_of_swiss_army_transformer_without_a_twin_are_refused_with_what_replaces_them() {
+    let sat = "--from_pretrained m --train-data d --train-iters 3";
+    let (args, _) = pasted(&format!("{sat} --batch-size 4 --use_qlora"));
+    assert_eq!(args.load_in_4bit, Some(true));
+    assert_eq!(args.per_device_train_batch_size, Some(4));
+    for (flag, instead) in [
+        ("--layer_range 0-16", "--lora-layers 0..16"),
+        ("--use_ptlora", "--ptuning-tokens N"),
+    ] {
+        let line = format!("{sat} {flag}");
+        let argv: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let failure = match parse(&argv) {
+            Ok(Command::Train { typed, .. }) => load(&typed).map(drop),
+            Ok(_) => panic!("train"),
+            Err(failure) => Err(failure),
+        };
+        let failure = failure.expect_err(flag);
+        let said = format!("{} {}", failure.title, failure.cause);
+        assert!(said.contains(instead), "{flag}: {said}");
+    }
+}
+
+#[test]
 fn a_key_of_swiss_army_transformer_acts_on_any_model() {
     let model = tempfile::tempdir().expect("temp dir");
     let config = r#"{"model_type": "minicpmv", "version": 2.6}"#;

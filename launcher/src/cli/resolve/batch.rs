@@ -1,7 +1,7 @@
 //! Batch sizes: two of micro-batch, accumulation and global batch give the third.
 
-use super::out_of_range;
-use crate::cli::Args;
+use super::{note, out_of_range};
+use crate::cli::{Args, Note};
 use crate::config::defaults::{self, Defaults};
 use crate::config::{BatchConfig, Recompute};
 use crate::error::Failure;
@@ -14,6 +14,7 @@ pub(super) fn resolve(
     env: &Env,
     defaults: &Defaults,
     world_size: usize,
+    notes: &mut Vec<Note>,
 ) -> Result<BatchConfig, Failure> {
     let given = [
         (
@@ -25,6 +26,7 @@ pub(super) fn resolve(
             args.gradient_accumulation_steps,
         ),
         ("--global-batch-size", args.global_batch),
+        ("--tokens-per-batch", args.tokens_per_batch),
         (
             "--per-device-eval-batch-size",
             args.per_device_eval_batch_size,
@@ -57,6 +59,9 @@ pub(super) fn resolve(
             "请只保留其中一个；--global-batch-size 可限制搜索的结果",
         )));
     }
+    if args.tokens_per_batch.is_some() {
+        only_budget(args, notes)?;
+    }
     let image_max_pixels = args.image_max_pixels.or(env.max_pixels);
     let image_min_pixels = args.image_min_pixels.or(env.min_pixels);
     if let (Some(most), Some(least)) = (image_max_pixels, image_min_pixels)
@@ -87,7 +92,42 @@ pub(super) fn resolve(
         worst_first: args.worst_first.unwrap_or(defaults.worst_first),
         global_batch: args.global_batch,
         find_batch,
+        tokens_per_batch: args.tokens_per_batch,
     })
+}
+
+/// Refuses what contradicts a budget of tokens. A size in samples has no effect.
+fn only_budget(args: &Args, notes: &mut Vec<Note>) -> Result<(), Failure> {
+    let refused = [
+        ("--find-batch", args.find_batch == Some(true)),
+        ("--global-batch-size", args.global_batch.is_some()),
+    ];
+    if let Some((flag, _)) = refused.iter().find(|(_, given)| *given) {
+        return Err(Failure::usage(
+            text!(
+                "{flag} and --tokens-per-batch contradict each other",
+                "{flag} 与 --tokens-per-batch 互相矛盾"
+            ),
+            both(
+                "a budget of tokens decides how many samples a micro-batch has",
+                "微批的样本数由 token 预算决定",
+            ),
+        )
+        .next(both(
+            "keep one of them; --gradient-accumulation-steps enlarges an update",
+            "请只保留其中一个；--gradient-accumulation-steps 可增大每次更新",
+        )));
+    }
+    if args.per_device_train_batch_size.is_some() {
+        notes.push(note(
+            "--per-device-train-batch-size",
+            both(
+                "--tokens-per-batch fills the micro-batches",
+                "微批由 --tokens-per-batch 填充",
+            ),
+        ));
+    }
+    Ok(())
 }
 
 /// Micro-batch and accumulation.
@@ -96,6 +136,9 @@ fn sizes(args: &Args, defaults: &Defaults, world_size: usize) -> Result<(usize, 
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
     );
+    if args.tokens_per_batch.is_some() {
+        return Ok((1, accumulation.unwrap_or(1)));
+    }
     let Some(global) = args.global_batch else {
         let accumulation = accumulation.unwrap_or(1);
         // The demo keeps its global batch at any number of ranks.
@@ -224,7 +267,8 @@ mod tests {
                 image_min_pixels: min,
                 ..Args::default()
             };
-            resolve(&args, &env(), &MODEL, 1).map(|b| (b.image_max_pixels, b.image_min_pixels))
+            resolve(&args, &env(), &MODEL, 1, &mut Vec::new())
+                .map(|b| (b.image_max_pixels, b.image_min_pixels))
         };
         assert_eq!(bounds(None, None).expect("resolves"), (Some(9000), None));
         assert_eq!(
@@ -245,7 +289,8 @@ mod tests {
             global_batch: global,
             ..Args::default()
         };
-        resolve(&args, &env(), &MODEL, 2).map(|b| (b.micro_batch, b.accumulation_steps))
+        resolve(&args, &env(), &MODEL, 2, &mut Vec::new())
+            .map(|b| (b.micro_batch, b.accumulation_steps))
     }
 
     #[test]
@@ -260,7 +305,7 @@ mod tests {
         ] {
             assert_eq!(of(micro, accumulation, global).expect("resolves"), sizes);
         }
-        let demo = resolve(&Args::default(), &env(), &DEMO, 4).expect("resolves");
+        let demo = resolve(&Args::default(), &env(), &DEMO, 4, &mut Vec::new()).expect("resolves");
         assert_eq!((demo.micro_batch, demo.accumulation_steps), (8, 1));
     }
 

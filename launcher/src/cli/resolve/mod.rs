@@ -151,7 +151,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
         checkpoint_num_layers: batch::num_layers(args)?,
-        batch: batch::resolve(args, env, defaults, world_size / mp_size)?,
+        batch: batch::resolve(args, env, defaults, world_size / mp_size, &mut notes)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
         best: best::resolve(args, (save, eval), &mut notes)?,
@@ -924,6 +924,8 @@ impl RunConfig {
         let (batch, optimizer) = (&self.batch, &self.optimizer);
         if batch.find_batch {
             flags.push(("find-batch", true.to_string()));
+        } else if let Some(tokens) = batch.tokens_per_batch {
+            flags.push(("tokens-per-batch", tokens.to_string()));
         } else {
             flags.push(("per-device-train-batch-size", batch.micro_batch.to_string()));
         }
@@ -976,6 +978,11 @@ impl RunConfig {
             flags.extend(adapter.map(|dir| ("adapter", dir.display().to_string())));
             flags.push(("lora-rank", lora.lora_rank.to_string()));
             flags.push(("lora-alpha", lora.lora_alpha.to_string()));
+            if lora.use_rslora {
+                flags.push(("use-rslora", true.to_string()));
+            }
+            let ratio = lora.loraplus_lr_ratio;
+            flags.extend(ratio.map(|ratio| ("loraplus-lr-ratio", ratio.to_string())));
             flags.push(("lora-dropout", lora.lora_dropout.to_string()));
             flags.extend(
                 lora.target_modules

@@ -349,7 +349,7 @@ fn pipeline_stages_divide_the_ranks_and_sats_variables_set_them() {
             found.map(|(_, value)| value.into())
         });
         let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-        let Ok(Command::Train { args, .. }) = crate::cli::parse(&words) else {
+        let Ok(Command::Train { args, .. }) = parse(&words) else {
             panic!("{line}");
         };
         let resolved = resolve(&args, &env.expect("reads"));

@@ -53,7 +53,7 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
 }
 
 /// Flags that ask for adapters, and whether each is given.
-fn lora_flags(args: &Args) -> [(&'static str, bool); 8] {
+fn lora_flags(args: &Args) -> [(&'static str, bool); 10] {
     [
         ("--adapter", args.adapter.is_some()),
         ("--lora-rank", args.lora_rank.is_some()),
@@ -66,6 +66,8 @@ fn lora_flags(args: &Args) -> [(&'static str, bool); 8] {
             args.lora_per_projection == Some(true),
         ),
         ("--modules-to-save", args.modules_to_save.is_some()),
+        ("--use-rslora", args.use_rslora == Some(true)),
+        ("--loraplus-lr-ratio", args.loraplus_lr_ratio.is_some()),
     ]
 }
 
@@ -122,6 +124,11 @@ fn started(
             "--lora-per-projection",
             args.lora_per_projection == Some(true),
         ),
+        (
+            "--use-rslora",
+            args.use_rslora
+                .is_some_and(|asked| asked != settings.use_rslora()),
+        ),
     ];
     let replaced = replaced.iter().filter(|(_, replaced)| *replaced);
     notes.extend(replaced.map(|(flag, _)| {
@@ -138,12 +145,17 @@ fn started(
 
 fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     let meant = has_adapters(args);
+    if let Some(ratio) = args.loraplus_lr_ratio {
+        positive("--loraplus-lr-ratio", ratio)?;
+    }
     if let (true, Some((dir, settings))) = (meant, started(args, notes)?) {
         let lora_dropout = args.lora_dropout.unwrap_or(settings.lora_dropout);
         within("--lora-dropout", lora_dropout, 0.0, 1.0 - f64::EPSILON)?;
         return Ok(Some(Lora {
             lora_rank: settings.r,
             lora_alpha: settings.lora_alpha,
+            use_rslora: settings.use_rslora(),
+            loraplus_lr_ratio: args.loraplus_lr_ratio,
             lora_dropout,
             target_modules: None,
             per_projection: false,
@@ -178,6 +190,8 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     Ok(meant.then(|| Lora {
         lora_rank,
         lora_alpha,
+        use_rslora: args.use_rslora.unwrap_or(false),
+        loraplus_lr_ratio: args.loraplus_lr_ratio,
         lora_dropout,
         target_modules: target_modules.map(str::to_owned),
         per_projection: args.lora_per_projection.unwrap_or(false),

@@ -231,15 +231,20 @@ fn has_adapters(trainer: Trainer, given: &dyn Fn(&str) -> Option<String>) -> boo
     }
 }
 
-/// transformers packs every linear layer but the head; LLaMA-Factory (`model_args.py`) and ms-swift (`model_args.py`) pack
-/// the scales too.
+/// transformers packs every linear layer but the head; LLaMA-Factory (`model_args.py`), ms-swift (`model_args.py`) and 2U1
+/// (`params.py`) pack the scales too.
 fn packed(trainer: Trainer, given: &dyn Fn(&str) -> Option<String>, rows: &mut Rows) {
     let is = |flag: &str| given(flag).is_some_and(|value| value == "true");
     if trainer == Trainer::Sat || !(is("load-in-4bit") || is("load-in-8bit")) {
         return;
     }
     rows.push("quantize-modules", "all".to_owned());
-    if is("load-in-4bit") && matches!(trainer, Trainer::LlamaFactory | Trainer::MsSwift) {
+    if is("load-in-4bit")
+        && matches!(
+            trainer,
+            Trainer::LlamaFactory | Trainer::MsSwift | Trainer::TwoU1
+        )
+    {
         rows.push("quantize-double", "true".to_owned());
     }
 }

@@ -12,7 +12,10 @@ const MAX_LENGTH: Both = both(
     "--model-max-length counts all tokens of the decoder, including those of images",
     "--model-max-length 计算解码器的所有 token，包括图片的 token",
 );
-const VIDEO: Both = both("no sample has a video", "样本中没有视频");
+const VIDEO: Both = both(
+    "the data lists the frames of a video, and all of them are taken, at the size of the model's own settings",
+    "视频的帧由数据列出，全部使用，尺寸按模型自身的设置",
+);
 const NO_TORCH: Both = both("this program does not use PyTorch", "本程序不使用 PyTorch");
 const GENERATION: Both = both(
     "it concerns generation; `launcher generate` and `launcher eval` have flags for it",
@@ -39,6 +42,10 @@ const RECOMPUTE: Both = both(
 const SUPERVISED: Both = both(
     "the loss covers the answers of a sample",
     "损失只计算样本中的回答",
+);
+const UNPACKED: Both = both(
+    "samples are not joined; --tokens-per-batch N fills micro-batches without padding",
+    "样本不会拼接；--tokens-per-batch N 会不加填充地填满微批",
 );
 const NO_NOISE: Both = both("no noise is added to embeddings", "不向嵌入添加噪声");
 const RATES: Both = both(
@@ -377,16 +384,6 @@ const LLAMA_FACTORY: &[Key] = &[
     ("quantization_type", Flag("bnb-4bit-quant-type")),
     ("quantization_device_map", Only(&["none", "auto"], RANKS)),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
-    (
-        "use_rslora",
-        Only(
-            &["false"],
-            both(
-                "the scale of an adapter is alpha ÷ rank",
-                "适配器的缩放为 alpha ÷ 秩",
-            ),
-        ),
-    ),
     ("pissa_init pissa_convert", Only(&["false"], ADAPTER_KIND)),
     ("pissa_iter", Unused(ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
@@ -400,10 +397,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ),
     ("train_on_prompt", Only(&["false"], SUPERVISED)),
     ("mask_history", Only(&["false"], SUPERVISED)),
-    (
-        "neat_packing",
-        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
-    ),
+    ("neat_packing", Only(&["false"], UNPACKED)),
     (
         "neftune_noise_alpha neftune_alpha",
         Only(&["0", "0.0", "none"], NO_NOISE),
@@ -411,11 +405,11 @@ const LLAMA_FACTORY: &[Key] = &[
     ("shift_attn", Only(&["false"], ATTENTION)),
     ("rope_scaling", Only(&["none"], FAMILY)),
     ("resize_vocab", Only(&["false"], FAMILY)),
+    ("lorap_lr_ratio", Flag("loraplus-lr-ratio")),
     (
-        "loraplus_lr_ratio lorap_lr_ratio",
-        Only(&["0", "0.0", "none"], RATES),
+        "loraplus_lr_embedding lorap_emb_lr",
+        Unused(both("embeddings get no adapters", "嵌入没有适配器")),
     ),
-    ("loraplus_lr_embedding", Unused(RATES)),
     ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
     ("low_cpu_mem_usage", Unused(NO_TORCH)),
     (
@@ -578,10 +572,7 @@ const MS_SWIFT: &[Key] = &[
             both("samples are cut at the right end", "样本在右端截断"),
         ),
     ),
-    (
-        "packing",
-        Only(&["false"], both("a sample is not packed", "不对样本做打包")),
-    ),
+    ("packing", Only(&["false"], UNPACKED)),
     (
         "padding_free",
         Unused(both("nothing is padded", "不做填充")),
@@ -863,14 +854,15 @@ const TWO_U1: &[Key] = &[
     ),
     (
         "bits",
-        Only(
-            &["16", "32"],
-            both(
-                "quantized base weights are not available",
-                "不支持量化的基座权重",
-            ),
-        ),
+        Words(&[
+            ("4", "load-in-4bit", "true"),
+            ("8", "load-in-8bit", "true"),
+            ("16", "", ""),
+            ("32", "", ""),
+        ]),
     ),
+    ("double_quant", Flag("quantize-double")),
+    ("quant_type", Flag("bnb-4bit-quant-type")),
     ("disable_flash_attn2", Unused(ATTENTION)),
     ("lazy_preprocess", Unused(CACHE)),
     ("generate_eval", Unused(MEASURED)),
@@ -925,6 +917,8 @@ pub(in crate::cli) const PEFT: &[Key] = &[
     ("r", Flag("lora-rank")),
     ("lora_alpha", Flag("lora-alpha")),
     ("lora_dropout", Flag("lora-dropout")),
+    ("use_rslora", Flag("use-rslora")),
+    ("use_dora", Only(&["false"], ADAPTER_KIND)),
     ("target_modules", Flag("lora-target-modules")),
     ("modules_to_save", Flag("modules-to-save")),
     (
@@ -937,18 +931,30 @@ pub(in crate::cli) const PEFT: &[Key] = &[
 ];
 
 /// Keys of Hugging Face's `TrainingArguments` that every trainer passes on.
-const SHARED: &[Key] = &[(
-    "optim",
-    Words(&[
-        ("adamw", "", ""),
-        ("adamw_hf", "", ""),
-        ("adamw_torch", "", ""),
-        ("adamw_torch_fused", "", ""),
-        ("adamw_8bit", "moments", "8bit"),
-        ("adamw_bnb_8bit", "moments", "8bit"),
-        ("paged_adamw_8bit", "moments", "8bit"),
-    ]),
-)];
+const SHARED: &[Key] = &[
+    (
+        "optim",
+        Words(&[
+            ("adamw", "", ""),
+            ("adamw_hf", "", ""),
+            ("adamw_torch", "", ""),
+            ("adamw_torch_fused", "", ""),
+            ("adamw_8bit", "moments", "8bit"),
+            ("adamw_bnb_8bit", "moments", "8bit"),
+            ("paged_adamw_8bit", "moments", "8bit"),
+        ]),
+    ),
+    (
+        "llm_int8_skip_modules",
+        Only(
+            &["none"],
+            both(
+                "--quantize-modules selects the layers",
+                "由 --quantize-modules 选择层",
+            ),
+        ),
+    ),
+];
 
 fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {
     keys.iter()

@@ -56,7 +56,7 @@ pub(super) fn balance(
     tokens: &[usize],
     (ranks, micro_batch, accumulation_steps): (usize, usize, usize),
 ) -> Balance {
-    let steps = sampler.per_epoch().div_ceil(sampler.global_batch()).max(1);
+    let steps = sampler.steps_per_epoch().max(1);
     let imbalance = |step: u64| {
         let of_rank = |rank: usize| -> usize {
             let micro = 0..accumulation_steps as u64;

@@ -187,6 +187,14 @@ fn a_good_machine_has_no_findings() {
     assert!(report.to_text().contains("no problems found"));
     let verdict = report.verdict;
     assert_eq!((verdict.device, verdict.gpus), ("cuda", vec![0, 1]));
+    let params = verdict.frozen_params.expect("GPUs");
+    assert_eq!(
+        params.in_16_bits,
+        report.facts.gpus[0].memory_bytes.expect("its memory") / 2
+    );
+    // 0.516 bytes in place of 2.
+    let share = params.in_4_bits as f64 / params.in_16_bits as f64;
+    assert!((3.87..3.88).contains(&share), "{share}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::device::survey::facts::{
 };
 use crate::device::survey::findings::{Finding, Severity};
 use crate::lang::{Both, Text, both, columns, text};
-use crate::units::{bytes, grouped};
+use crate::units::{bytes, count, grouped};
 use std::fmt::Display;
 
 /// Width at which lists are broken.
@@ -35,6 +35,16 @@ pub(super) fn render(report: &Report) -> String {
     environment(&facts.environment, &mut page);
     page.blank();
     page.line(both("verdict", "结论"), &report.verdict.summary);
+    if let Some(params) = report.verdict.frozen_params {
+        let (wide, narrow) = (count(params.in_16_bits), count(params.in_4_bits));
+        page.line(
+            "",
+            text!(
+                "a GPU stores at most {wide} frozen parameters in 16 bits, {narrow} with --quantize nf4 --quantize-double",
+                "一块 GPU 最多存放 {wide} 个 16 位的冻结参数，使用 --quantize nf4 --quantize-double 时为 {narrow} 个"
+            ),
+        );
+    }
     page.line("", counts(&report.findings));
     for (place, finding) in report.findings.iter().enumerate() {
         page.blank();

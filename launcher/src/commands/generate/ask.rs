@@ -1,23 +1,29 @@
 //! `launcher generate`: one prompt, one answer.
 
-use super::model::{LoadedModel, OpenModel, positive, required};
+use super::model::{OpenModel, positive, required};
 use super::note;
-use crate::cli::GenerateArgs;
+use super::ranks::{Asking, Largest, Outcome};
+use crate::cli::{Args, GenerateArgs};
 use crate::config::ExifRotation;
+use crate::data::check::encode_options;
 use crate::data::problems;
 use crate::error::output::print;
-use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::error::{ErrorCode, Failure, chain};
 use crate::lang::{Text, both, text};
 use crate::memory;
+use crate::rank_env::RankEnv;
+use crate::train::evaluate::decode;
+use crate::train::replica::Replica;
+use crate::ui::{Event, Reporter};
 use crate::units::{bytes as format_bytes, seconds as format_seconds};
 use models::SampleInput;
 use models::data::SINGLE_IMAGE;
 use models::data::{EncodeOptions, EncodedPrompt, PlaceholderStyle, RawSample, SampleError};
-use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
+use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes};
 use models::image::ImageFolder;
 use models::places;
 use models::text::Message;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -27,11 +33,11 @@ const DEFAULT_PROMPT_TOKENS: usize = 8192;
 const DEFAULT_SLICES: usize = 9;
 const DEFAULT_SEED: u64 = 42;
 
-/// Prints the answer to the prompt of `args` on standard output, and times on standard error.
+/// Prints the answer to the prompt of `args` on standard output as its tokens come, and times on standard error.
 ///
 /// # Errors
 /// Invalid flags; a model, adapter or image that cannot be used; a prompt that is too long.
-pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: &GenerateArgs, asking: &mut Asking<'_>) -> Result<ExitCode, Failure> {
     let dir = required(args.model.as_ref(), "generate", "--model")?;
     let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let prompt = required(args.prompt.as_deref(), "generate", "--prompt")?;
@@ -56,12 +62,17 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         ))
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
-    let options = EncodeOptions {
-        model_max_length: longest,
+    let more = Args {
+        model_max_length: Some(longest),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
-        prompt: args.template.unwrap_or_default().style(),
+        template: args.template,
+        exif_rotation: args.exif_rotation,
+        ..Args::default()
+    };
+    let run = asking.plan(&open, &args.ranks, more, (PathBuf::new(), None))?;
+    let options = EncodeOptions {
         enable_thinking: args.enable_thinking,
-        ..EncodeOptions::default()
+        ..encode_options(&run)
     };
     // A path on the command line may name any file.
     let images = ImageFolder::new(".")
@@ -73,24 +84,24 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
         index: 0,
         max_new_tokens,
     };
-    let cache = cache_bytes(open.model.cache_shape(), &[asked]);
-    let loaded = open.load(cache)?;
-    note(&loaded.summary);
-    let answer = answer(&loaded, asked, sampling)?;
-    note(answer.times(encoded.input_ids.len(), cache));
-    if args.json == Some(true) {
-        let record = json!({
-            "answer": answer.text,
-            "tokens": answer.tokens,
-            "stopped_by": if answer.tokens == max_new_tokens { "length" } else { "end" },
-            "prompt_tokens": encoded.input_ids.len(),
-            "slices": encoded.slices.len(),
-            "prefill_seconds": answer.prefill_seconds,
-            "decode_seconds": answer.decode_seconds,
-        });
-        return print(&format!("{record:#}\n"));
+    let largest = Largest {
+        longest: &[],
+        prompts: vec![asked],
+        image_bytes: args.image.is_empty().then_some(0),
+    };
+    let is_json = args.json == Some(true);
+    let outcome = asking.answer(&open, &run, &largest, &|replica, rank| {
+        answer(replica, rank, asked, sampling, !is_json)
+    })?;
+    let record = match outcome {
+        Outcome::Found(record) => record,
+        Outcome::Rank(code) => return Ok(code),
+    };
+    if !is_json {
+        // Reports a standard output that lost the answer.
+        return print("");
     }
-    print(&format!("{}\n", answer.text))
+    print(&format!("{record:#}\n"))
 }
 
 /// Sample with one turn of the user. Images precede the text unless the text places them.
@@ -121,7 +132,7 @@ fn encode(
 ) -> Result<EncodedPrompt, Failure> {
     let style = PlaceholderStyle::Training;
     let encoded = open
-        .processor
+        .processor()
         .encode_prompt(sample, images, options, style)
         .map_err(|error| refuse(&error))?;
     let tokens = encoded.input_ids.len();
@@ -154,6 +165,96 @@ fn refuse(error: &SampleError) -> Failure {
         .next(both("give --image FILE with a readable image; in --prompt use <image> or <image_00>, <image_01>, … at most once each", "请用 --image FILE 给出可读的图片；在 --prompt 中使用 <image> 或 <image_00>、<image_01>……，每个最多一次"))
 }
 
+/// Answers the prompt on rank 0. The others take part in its passes. With `streams`, the answer is shown as it grows.
+fn answer(
+    replica: &Replica<'_>,
+    rank: &RankEnv,
+    prompt: Prompt<'_>,
+    sampling: Sampling,
+    streams: bool,
+) -> Result<Value, Failure> {
+    let options = GenerateOptions {
+        sampling,
+        stop_ids: replica.processor.stop_ids(),
+    };
+    let prompts = if rank.rank == 0 { vec![prompt] } else { vec![] };
+    let text_of = |tokens: &[i32]| {
+        let text = replica.processor.decode(tokens);
+        text.map_err(|e| refuse(&SampleError::from(e)))
+    };
+    let reporter = Reporter::for_rank(rank);
+    let say = |text: String| {
+        if streams && !text.is_empty() {
+            reporter.emit(&Event::Answer { text });
+        }
+    };
+    let mut spoken = Spoken::default();
+    let started = Instant::now();
+    // Seconds at the end of each pass. The first one is the prompt's.
+    let mut ends = Vec::new();
+    let mut answers = decode(replica, &prompts, &options, &mut |answers| {
+        ends.push(started.elapsed().as_secs_f64());
+        if let Some(Ok(text)) = answers.first().map(|tokens| text_of(tokens)) {
+            say(spoken.more(&text));
+        }
+    })?;
+    let tokens = answers.pop().unwrap_or_default();
+    let text = text_of(&tokens)?;
+    say(spoken.rest(&text));
+    let prefill_seconds = ends.first().copied().unwrap_or_default();
+    let answered = Answered {
+        text: text.trim().to_owned(),
+        tokens: tokens.len(),
+        passes: ends.len().saturating_sub(1),
+        prefill_seconds,
+        decode_seconds: ends.last().copied().unwrap_or_default() - prefill_seconds,
+    };
+    let prompt_tokens = prompt.input.input_ids.len();
+    if rank.rank == 0 {
+        if streams {
+            say("\n".to_owned());
+        }
+        let cache = cache_bytes(replica.model.cache_shape(), &[prompt]);
+        note(answered.times(prompt_tokens, cache));
+    }
+    let is_cut = answered.tokens == prompt.max_new_tokens;
+    Ok(json!({
+        "answer": answered.text,
+        "tokens": answered.tokens,
+        "stopped_by": if is_cut { "length" } else { "end" },
+        "prompt_tokens": prompt_tokens,
+        "slices": prompt.input.slices.len(),
+        "prefill_seconds": answered.prefill_seconds,
+        "decode_seconds": answered.decode_seconds,
+    }))
+}
+
+/// The part of a growing answer that was shown.
+#[derive(Default)]
+struct Spoken(String);
+
+impl Spoken {
+    /// What can be shown of `text` so far. White space waits for what follows it, and so do the first bytes of a
+    /// character.
+    fn more(&mut self, text: &str) -> String {
+        let sure = text.trim_end_matches(char::REPLACEMENT_CHARACTER).trim();
+        let Some(new) = sure.strip_prefix(&*self.0).map(str::to_owned) else {
+            return String::new();
+        };
+        self.0.push_str(&new);
+        new
+    }
+
+    /// What is missing of the complete answer. An answer whose beginning became another is repeated on a new line.
+    fn rest(&mut self, text: &str) -> String {
+        let text = text.trim();
+        match text.strip_prefix(&*self.0) {
+            Some(new) => new.to_owned(),
+            None => format!("\n{text}"),
+        }
+    }
+}
+
 struct Answered {
     text: String,
     tokens: usize,
@@ -184,45 +285,26 @@ impl Answered {
     }
 }
 
-fn answer(
-    loaded: &LoadedModel,
-    prompt: Prompt<'_>,
-    sampling: Sampling,
-) -> Result<Answered, Failure> {
-    let options = GenerateOptions {
-        sampling,
-        stop_ids: loaded.processor.stop_ids(),
-    };
-    let started = Instant::now();
-    // Called before every pass: at the second call the prompt's pass is done.
-    let mut asked = Vec::new();
-    let mut anyone_left = |left: bool| {
-        asked.push(started.elapsed().as_secs_f64());
-        Ok(left)
-    };
-    let prompts = [prompt];
-    let (model, access) = (&loaded.model, &loaded.access);
-    let mut answers = generate(&**model, access, &prompts, &options, &mut anyone_left)
-        .map_err(|e| failures::model(both("generate an answer", "生成回答"), &e))?;
-    let tokens = answers.pop().unwrap_or_default();
-    let text = loaded
-        .processor
-        .decode(&tokens)
-        .map_err(|e| refuse(&SampleError::from(e)))?;
-    let prefill_seconds = asked.get(1).copied().unwrap_or_default();
-    let end = asked.last().copied().unwrap_or_default();
-    Ok(Answered {
-        text: text.trim().to_owned(),
-        tokens: tokens.len(),
-        passes: asked.len().saturating_sub(2),
-        prefill_seconds,
-        decode_seconds: end - prefill_seconds,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_growing_answer_is_shown_once_and_whole() {
+        let grown = [
+            " ",
+            " It",
+            " It is ",
+            " It is \u{fffd}",
+            " It is é",
+            " It is é \n",
+        ];
+        let mut spoken = Spoken::default();
+        let shown: Vec<String> = grown.iter().map(|text| spoken.more(text)).collect();
+        assert_eq!(shown, ["", "It", " is", "", " é", ""]);
+        assert_eq!(spoken.rest(" It is é. "), ".");
+        assert_eq!(spoken.rest("Other"), "\nOther");
+    }
 
     #[test]
     fn images_come_before_the_prompt_unless_it_has_markers() {

@@ -1,22 +1,25 @@
 //! `launcher eval`: loss and answers of held-out samples.
 
-use super::model::{LoadedModel, OpenModel, path_text, positive, required};
+use super::model::{OpenModel, path_text, positive, required};
 use super::note;
-use crate::cli::{EvalArgs, refuse_weights};
-use crate::data::answers::{Answer, Question, sample_failure};
+use super::ranks::{Asking, Largest, Outcome};
+use crate::cli::{Args, EvalArgs, refuse_weights};
+use crate::data::answers::{Answer, Question};
+use crate::data::check::encode_options;
 use crate::data::images::ImageCheck;
-use crate::data::{Reading, SampleSet, check};
+use crate::data::{self, Reading, SampleSet, check, stream};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{Text, both, text};
-use crate::model::not_finite::{first_not_finite, not_finite_loss};
+use crate::plan::image_bytes;
+use crate::rank_env::{RankEnv, Variables};
+use crate::train::evaluate::{self, Asking as Asked};
+use crate::train::replica::Replica;
 use crate::units::seconds as format_seconds;
-use models::autograd::Tape;
+use engine::comm::Tag;
 use models::data::EncodeOptions;
-use models::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
 use models::places;
-use models::{ModelError, SampleInput};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::ExitCode;
@@ -29,7 +32,7 @@ const DEFAULT_SLICES: usize = 9;
 const PROGRESS: Duration = Duration::from_secs(10);
 
 /// Result of one sample, in the file of `--output`.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 struct Row {
     #[serde(flatten)]
     answer: Answer,
@@ -38,11 +41,22 @@ struct Row {
     supervised_tokens: usize,
 }
 
+/// Result of all samples.
+#[derive(Serialize, Deserialize)]
+struct Evaluated {
+    rows: Vec<Row>,
+    seconds: f64,
+}
+
 /// Evaluates the samples of `args` and prints the result as JSON.
 ///
 /// # Errors
 /// Invalid flags; a model, adapter, sample or image that cannot be used; an output file that cannot be written.
-pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(mut args: EvalArgs, asking: &mut Asking<'_>) -> Result<ExitCode, Failure> {
+    if asking.is_first() {
+        let cache = Variables::read().cache_dir();
+        stream::store(&mut args.data, &mut args.image_dir, &cache)?;
+    }
     let dir = required(args.model.as_ref(), "eval", "--model")?;
     let dir = &places::with_tokenizer(dir, args.tokenizer.as_deref());
     let data = required(args.data.as_ref(), "eval", "--data")?;
@@ -54,50 +68,73 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
         positive(count, "--max-new-tokens")?;
     }
     let slices = args.max_slice_nums.unwrap_or(DEFAULT_SLICES);
-    let options = EncodeOptions {
-        model_max_length: args.model_max_length.unwrap_or(DEFAULT_LENGTH),
-        max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
-        prompt: args.template.unwrap_or_default().style(),
-        enable_thinking: args.enable_thinking,
-        train_on_turn_end: args.train_on_turn_end.unwrap_or(false),
-        text_without_cross: true,
-        ..EncodeOptions::default()
-    };
     if let Some(path) = &args.output {
         check_place(path)?;
     }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
-    let skip_bad = args.skip_bad_samples == Some(true);
+    let more = Args {
+        per_device_eval_batch_size: Some(batch),
+        model_max_length: Some(args.model_max_length.unwrap_or(DEFAULT_LENGTH)),
+        max_slice_nums: Some(positive(slices, "--max-slice-nums")?),
+        skip_bad_samples: args.skip_bad_samples,
+        data_format: args.data_format,
+        template: args.template,
+        train_on_turn_end: args.train_on_turn_end,
+        text_without_cross: Some(true),
+        exif_rotation: args.exif_rotation,
+        ..Args::default()
+    };
+    let source = (data.clone(), args.image_dir.clone());
+    let run = asking.plan(&open, &args.ranks, more, source)?;
+    let options = EncodeOptions {
+        enable_thinking: args.enable_thinking,
+        ..encode_options(&run)
+    };
     let reading = Reading {
-        path: data,
-        format: args.data_format.unwrap_or_default(),
-        images: args.image_dir.as_deref(),
-        exif: args.exif_rotation.unwrap_or_default(),
+        // Data that can be read only once was stored.
+        path: &run.data_file(),
+        format: run.samples.data_format,
+        images: run.image_dir(),
+        exif: run.samples.exif_rotation,
         limit,
     };
-    let mut progress = |line: Text| note(line);
-    let images = ImageCheck::here(&mut progress);
-    let processor = &*open.processor;
-    let set = check::check_samples(reading, &open.dir, processor, &options, skip_bad, images)?;
-    for line in set.lines() {
-        note(line);
-    }
-    let named = (path_text(&open.dir), open.adapter_dir().map(path_text));
-    let loaded = open.load(0)?;
-    note(&loaded.summary);
-    let run = Evaluation {
-        loaded: &loaded,
-        set: &set,
-        options: &options,
-        max_new_tokens: args.max_new_tokens,
-        batch,
+    let is_first = asking.is_first();
+    let mut progress = |line: Text| {
+        if is_first {
+            note(line);
+        }
     };
-    let started = Instant::now();
-    let rows = run.rows()?;
-    let seconds = started.elapsed().as_secs_f64();
+    let images = ImageCheck::here(&mut progress);
+    let (processor, skip_bad) = (open.processor(), run.batch.skip_bad_samples);
+    let set = check::check_samples(reading, &open.dir, processor, &options, skip_bad, images)?;
+    set.lines().into_iter().for_each(&mut progress);
+    let order = set.by_size();
+    let longest = data::encode_in_order(&set.samples, &set.images, processor, &options, &order, 1)?;
+    let questions = order.iter().take(batch).map(|i| {
+        let sample = &set.samples[*i];
+        let question = Question::new(processor, sample, &set.images, *i, &options)?;
+        Ok(question.with_limit(args.max_new_tokens))
+    });
+    let questions: Vec<Question> = questions.collect::<Result<_, Failure>>()?;
+    let largest = Largest {
+        longest: &longest,
+        prompts: questions.iter().map(Question::prompt).collect(),
+        image_bytes: image_bytes(&set, None),
+    };
+    let outcome = asking.answer(&open, &run, &largest, &|replica, rank| {
+        rows(replica, rank, &set, &options, args.max_new_tokens)
+    })?;
+    let evaluated = match outcome {
+        Outcome::Found(value) => serde_json::from_value(value),
+        Outcome::Rank(code) => return Ok(code),
+    };
+    let Evaluated { rows, seconds } = evaluated.map_err(|error| {
+        let title = both("the answers cannot be read", "无法读取回答");
+        Failure::new(ErrorCode::Collective, title, Text::literal(&error))
+    })?;
     let mut result = summary(&rows, seconds);
-    result["model"] = json!(named.0);
-    result["adapter"] = json!(named.1);
+    result["model"] = json!(path_text(&open.dir));
+    result["adapter"] = json!(open.adapter_dir().map(path_text));
     result["data"] = json!(path_text(data));
     note(text!(
         "eval    {} samples in {}",
@@ -154,128 +191,53 @@ fn write(path: &Path, result: &Value, rows: &[Row]) -> Result<(), Failure> {
     std::fs::write(path, format!("{whole:#}\n")).map_err(fail)
 }
 
-struct Evaluation<'a> {
-    loaded: &'a LoadedModel,
-    set: &'a SampleSet,
-    options: &'a EncodeOptions,
+/// Loss and answer of every sample, in file order. Each rank has its share of the samples.
+fn rows(
+    replica: &Replica<'_>,
+    rank: &RankEnv,
+    set: &SampleSet,
+    options: &EncodeOptions,
     max_new_tokens: Option<usize>,
-    batch: usize,
-}
-
-impl Evaluation<'_> {
-    /// Loss and answer of every sample, in file order.
-    fn rows(&self) -> Result<Vec<Row>, Failure> {
-        let total = self.set.samples.len();
-        let mut rows: Vec<Row> = Vec::with_capacity(total);
-        let mut shown = Instant::now();
-        while rows.len() < total {
-            let indices = rows.len()..total.min(rows.len() + self.batch);
-            let losses = indices
-                .clone()
-                .map(|i| self.loss(i))
-                .collect::<Result<Vec<_>, _>>()?;
-            let answers = self.answers(indices)?;
-            for (answer, (loss_sum, supervised_tokens)) in answers.into_iter().zip(losses) {
-                rows.push(Row {
-                    answer,
-                    loss_sum,
-                    supervised_tokens,
-                });
-            }
-            if shown.elapsed() >= PROGRESS {
-                shown = Instant::now();
-                note(text!(
-                    "eval    {} of {total} samples",
-                    "评估    {} / {total} 个样本",
-                    rows.len()
-                ));
-            }
+) -> Result<Value, Failure> {
+    let started = Instant::now();
+    let losses = evaluate::losses(replica, set, options)?;
+    let total = set.samples.len();
+    let mut shown = Instant::now();
+    let mut progress = |done: usize| {
+        if rank.rank == 0 && shown.elapsed() >= PROGRESS {
+            shown = Instant::now();
+            note(text!(
+                "eval    {done} of {total} samples",
+                "评估    {done} / {total} 个样本"
+            ));
         }
-        Ok(rows)
-    }
-
-    /// Sum of the losses and number of supervised tokens of a sample. As during training, each sample is a pass of
-    /// its own, so that the mean has the same bits.
-    fn loss(&self, index: usize) -> Result<(f64, usize), Failure> {
-        let LoadedModel {
-            model,
-            processor,
-            access,
-            ..
-        } = self.loaded;
-        let encoded = processor
-            .encode(&self.set.samples[index], &self.set.images, self.options)
-            .map_err(|e| sample_failure(index, &e))?;
-        let run = || -> Result<_, ModelError> {
-            let backend = engine::ParamAccess::backend(access);
-            let batch = model.collate(&[SampleInput::from(&encoded)], &**backend)?;
-            let tape = Tape::inference(access);
-            let loss = model.forward(&tape, &batch)?;
-            let sum = loss.sum()?;
-            if sum.is_finite() {
-                return Ok((sum, loss.supervised, None));
-            }
-            let first = first_not_finite(model.spec(), &|| None, &|observer| {
-                let tape = Tape::inference(access).with_op_observer(observer);
-                model.forward(&tape, &batch).map(drop)
-            })?;
-            Ok((sum, loss.supervised, Some(first)))
-        };
-        match run().map_err(|e| failures::model(both("evaluate", "评估"), &e))? {
-            (sum, supervised, None) => Ok((sum, supervised)),
-            (sum, _, Some(first)) => {
-                Err(not_finite_loss(&self.set.samples[index], index, sum, first))
-            }
+    };
+    let asked = Asked {
+        options,
+        count: total,
+        max_new_tokens,
+    };
+    let own = evaluate::answers(replica, set, &asked, &mut progress)?;
+    let bytes = serde_json::to_vec(&own).unwrap_or_default();
+    let all = replica
+        .comm
+        .all_gather_bytes(&bytes, Tag::new("eval-answers", 0))
+        .map_err(|e| failures::comm(&e))?;
+    let answers = all
+        .iter()
+        .filter_map(|bytes| serde_json::from_slice::<Vec<Answer>>(bytes).ok());
+    let mut answers: Vec<Answer> = answers.flatten().collect();
+    answers.sort_by_key(|answer| answer.index);
+    let rows = answers.into_iter().map(|answer| {
+        let (loss_sum, supervised) = losses[answer.index];
+        Row {
+            answer,
+            loss_sum,
+            supervised_tokens: supervised as usize,
         }
-    }
-
-    fn answers(&self, indices: std::ops::Range<usize>) -> Result<Vec<Answer>, Failure> {
-        let (model, processor) = (&self.loaded.model, &self.loaded.processor);
-        let ask = |i: usize| -> Result<Question, Failure> {
-            let sample = &self.set.samples[i];
-            let question = Question::new(&**processor, sample, &self.set.images, i, self.options)?;
-            Ok(match self.max_new_tokens {
-                Some(limit) => question.with_limit(limit),
-                None => question,
-            })
-        };
-        let questions = indices.map(ask).collect::<Result<Vec<_>, _>>()?;
-        let prompts: Vec<Prompt<'_>> = questions.iter().map(Question::prompt).collect();
-        self.check_disk_space(cache_bytes(model.cache_shape(), &prompts))?;
-        let options = GenerateOptions {
-            sampling: Sampling::GREEDY,
-            stop_ids: processor.stop_ids(),
-        };
-        let tokens = generate(&**model, &self.loaded.access, &prompts, &options, &mut Ok)
-            .map_err(|e| failures::model(both("generate answers", "生成回答"), &e))?;
-        let pairs = questions.iter().zip(&tokens);
-        pairs
-            .map(|(q, tokens)| q.judge(&**processor, tokens))
-            .collect()
-    }
-
-    /// Refuses a batch whose cache does not fit into memory, before the operating system kills the process.
-    fn check_disk_space(&self, cache: u64) -> Result<(), Failure> {
-        let free = crate::memory::host().free_bytes;
-        if cache <= free {
-            return Ok(());
-        }
-        Err(Failure::new(
-            ErrorCode::HostMemory,
-            both(
-                "the KV cache of a batch of answers does not fit",
-                "一批回答的 KV 缓存放不下",
-            ),
-            text!(
-                "{} are needed, {} are available",
-                "需要 {}，可用 {}",
-                crate::units::bytes(cache),
-                crate::units::bytes(free)
-            ),
-        )
-        .next(both(
-            "use a smaller --per-device-eval-batch-size or --max-new-tokens",
-            "请减小 --per-device-eval-batch-size 或 --max-new-tokens",
-        )))
-    }
+    });
+    Ok(json!(Evaluated {
+        rows: rows.collect(),
+        seconds: started.elapsed().as_secs_f64(),
+    }))
 }

@@ -3,6 +3,7 @@
 pub(crate) mod ask;
 pub(crate) mod evaluate;
 mod model;
+pub(crate) mod ranks;
 
 use crate::lang::Lang;
 use std::fmt::Display;

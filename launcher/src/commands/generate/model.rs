@@ -1,18 +1,16 @@
-//! A model directory, with an optional adapter, loaded for generation in one process. Every weight is stored once, in
-//! the CPU's pool.
+//! A model directory, with an optional adapter, opened for generation.
 
 use crate::config::PrecisionChoice;
 use crate::error::failures::unusable;
-use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::error::{Failure, chain, failures};
 use crate::lang::{Text, both, text};
-use crate::memory;
 use crate::model::adapter::{check_shapes, open_adapter, stranger};
 use crate::model::quantize;
+use crate::model::setup::Setup;
 use crate::report::checkpoints::best_of;
-use crate::units::{bytes as format_bytes, seconds as format_seconds};
+use crate::units::seconds as format_seconds;
 use engine::checkpoint::Checkpoint;
-use engine::{EngineError, Lease, LeaseOwner, ParamAccess, ParamId, ParamSpec, Phase, UnitId};
-use kernels::{Backend, CpuBackend, DType, KernelError, Pool, Tag, Tensor, TensorMut};
+use kernels::DType;
 use models::adapter::Adapter;
 use models::places;
 use models::{
@@ -20,18 +18,12 @@ use models::{
     open_model, open_processor,
 };
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Instant;
 
 /// A model whose files are opened and checked, but whose weights are not read yet.
-#[derive(Debug)]
 pub(super) struct OpenModel {
     /// Directory of the model: the base, if an adapter is applied.
     pub(super) dir: PathBuf,
-    pub(super) model: Arc<dyn VisionLanguageModel>,
-    pub(super) processor: Arc<dyn Processor>,
-    weights: WeightSource,
-    adapter: Option<Adapter>,
+    pub(super) setup: Setup,
 }
 
 impl OpenModel {
@@ -80,74 +72,39 @@ impl OpenModel {
         if let Some(adapter) = &adapter {
             check_shapes(adapter, &model.spec().params)?;
         }
-        Ok(Self {
-            dir: base,
+        let setup = Setup {
             model,
             processor,
-            weights,
+            weights: Some(weights),
             adapter,
-        })
+        };
+        Ok(Self { dir: base, setup })
     }
 
     /// Directory of the adapter, if one is applied.
     pub(super) fn adapter_dir(&self) -> Option<&Path> {
-        self.adapter.as_ref().map(Adapter::dir)
+        self.setup.adapter.as_ref().map(Adapter::dir)
     }
 
-    /// Bytes that all weights take in host memory, in the dtype of the computation.
-    pub(super) fn weight_bytes(&self) -> u64 {
-        let elems = self.model.spec().elems().0;
-        (elems * self.model.dtype().size_bytes()) as u64
+    pub(super) fn model(&self) -> &dyn VisionLanguageModel {
+        &*self.setup.model
     }
 
-    /// Reads the weights. Refuses before reading if they do not fit into memory together with `cache_bytes`.
-    pub(super) fn load(self, cache_bytes: u64) -> Result<LoadedModel, Failure> {
-        let need = self.weight_bytes() + cache_bytes;
-        let free = memory::host().free_bytes;
-        if need > free {
-            let failure = Failure::new(
-                ErrorCode::Plan,
-                both(
-                    "this model does not fit into memory; no weight was read",
-                    "该模型在内存中放不下；没有读取任何权重",
-                ),
-                text!(
-                    "{} of host memory are needed, {} are available",
-                    "需要主机内存 {}，可用 {}",
-                    format_bytes(need),
-                    format_bytes(free)
-                ),
-            )
-            .evidence(text!(
-                "weights {} in {}, cache {}",
-                "权重 {}（{}），缓存 {}",
-                format_bytes(self.weight_bytes()),
-                self.model.dtype(),
-                format_bytes(cache_bytes)
-            ));
-            return Err(failure.next(both(
-                "use --precision bf16, fewer tokens or samples at once, or more memory",
-                "请使用 --precision bf16、减少同时处理的 token 或样本，或使用更大的内存",
-            )));
-        }
-        let started = Instant::now();
-        let pool = Pool::new("device", None);
-        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(pool.clone()));
-        let spec = self.model.spec();
-        let mut units = vec![Vec::new(); spec.units.len()];
-        for (i, param) in spec.params.iter().enumerate() {
-            let tensor = self.read(param, &pool)?;
-            units[param.unit.index()].push((ParamId(i as u32), tensor));
-        }
-        let access = LoadedWeights { backend, units };
+    pub(super) fn processor(&self) -> &dyn Processor {
+        &*self.setup.processor
+    }
+
+    /// Line about the weights, which were read in `seconds`.
+    pub(super) fn summary(&self, seconds: f64) -> Text {
+        let model = self.model();
         let mut summary = text!(
             "load    {} parameters in {} · {}",
             "加载    {} 个参数，{} · {}",
-            crate::units::count(spec.elems().0 as u64),
-            self.model.dtype(),
-            format_seconds(started.elapsed().as_secs_f64())
+            crate::units::count(model.spec().elems().0 as u64),
+            model.dtype(),
+            format_seconds(seconds)
         );
-        if let Some(adapter) = &self.adapter {
+        if let Some(adapter) = &self.setup.adapter {
             let adapters = adapter.modules().count();
             let tensors = adapter.names().count() - 2 * adapters;
             let dir = adapter.dir().display();
@@ -156,26 +113,7 @@ impl OpenModel {
                 " · {adapters} 个适配器和 {tensors} 个训练过的张量，来自 {dir}"
             );
         }
-        Ok(LoadedModel {
-            model: self.model,
-            processor: self.processor,
-            access,
-            summary,
-        })
-    }
-
-    fn read(&self, param: &ParamSpec, pool: &Pool) -> Result<Tensor, Failure> {
-        let dtype = self.model.dtype();
-        let mut out = TensorMut::new(pool, Tag::Parameters, param.shape, dtype)
-            .map_err(|e| failures::kernel(both("load weights", "加载权重"), &e))?;
-        let (name, elements) = (&param.name, 0..param.shape.elems());
-        let bytes = out.as_bytes_mut();
-        match &self.adapter {
-            Some(adapter) if adapter.has(name) => adapter.read_range(name, elements, dtype, bytes),
-            _ => self.weights.read_finite(name, elements, dtype, bytes),
-        }
-        .map_err(|e| failures::weights(&e))?;
-        Ok(out.freeze())
+        summary
     }
 }
 
@@ -222,69 +160,6 @@ fn no_weights(dir: &Path, error: &WeightError) -> Failure {
             ..failure
         },
         None => failure,
-    }
-}
-
-/// A model with all weights in memory, ready to generate text, and its processor.
-#[derive(Debug)]
-pub(super) struct LoadedModel {
-    pub(super) model: Arc<dyn VisionLanguageModel>,
-    pub(super) processor: Arc<dyn Processor>,
-    pub(super) access: LoadedWeights,
-    /// Description of what was loaded, in one line.
-    pub(super) summary: Text,
-}
-
-/// All weights of a model, unsharded in one memory pool. None of them is trainable.
-pub(super) struct LoadedWeights {
-    backend: Arc<dyn Backend>,
-    /// Weights of each unit, ascending by parameter.
-    units: Vec<Vec<(ParamId, Tensor)>>,
-}
-
-impl std::fmt::Debug for LoadedWeights {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LoadedWeights")
-            .field("units", &self.units.len())
-            .finish_non_exhaustive()
-    }
-}
-
-impl ParamAccess for LoadedWeights {
-    fn backend(&self) -> &Arc<dyn Backend> {
-        &self.backend
-    }
-
-    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError> {
-        Ok(Lease::new(
-            self,
-            unit,
-            phase,
-            self.units[unit.index()].clone(),
-        ))
-    }
-
-    fn deposit(&self, id: ParamId, _: &Tensor) -> Result<(), EngineError> {
-        let detail = format!("a gradient of parameter {}, which is frozen", id.0);
-        Err(KernelError::Shape {
-            op: "deposit",
-            detail,
-        }
-        .into())
-    }
-
-    fn is_trainable(&self, _: ParamId) -> bool {
-        false
-    }
-
-    fn needs_backward(&self, _: UnitId) -> bool {
-        false
-    }
-}
-
-impl LeaseOwner for LoadedWeights {
-    fn end_lease(&self, _: UnitId, _: Phase, _: bool) -> Result<(), EngineError> {
-        Ok(())
     }
 }
 

@@ -71,6 +71,12 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 impl Case {
+    /// Whether the cases differ in nothing that a plan depends on, but for instance in a variable.
+    pub(super) fn plans_as(&self, other: &Self) -> bool {
+        let key = |case: &Self| (case.model.clone(), case.ranks, case.device_cap.clone());
+        key(self) == key(other) && self.flags == other.flags
+    }
+
     /// Planner and configuration of the case, on a described machine with the case's caps.
     pub(super) fn planner(&self, directory: &Path) -> (Planner, RunConfig) {
         let config = self.config(directory);

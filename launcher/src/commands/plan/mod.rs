@@ -25,8 +25,8 @@ use crate::model::setup::{shapes, unit_costs};
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
-    DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line, backward_share, forward_line,
-    pixel_line, resume, stage_line, stages,
+    DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line,
+    backward_share, forward_line, pixel_line, quantized_event, resume, stage_line, stages,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -193,6 +193,7 @@ fn described(hardware: Hardware, linked: bool) -> Chosen {
         name: "described".to_owned(),
         uuid: None,
         multiprocessors: DESCRIBED_MULTIPROCESSORS,
+        compute_capability: Some(DESCRIBED_CAPABILITY),
         memory_bytes: hardware.device_bytes,
         free_bytes: hardware.device_bytes,
         peers: if linked {
@@ -263,6 +264,10 @@ fn as_json(
         },
         "fits": planned.fit.fits() && disk.check(config).is_ok(),
         "trains": trains,
+        "quantized": match quantized_event(planned.plan.spec()) {
+            Some(Event::Quantized(weights)) => json!(weights),
+            _ => Value::Null,
+        },
         "nearest": proposals.first(),
         "proposals": proposals,
     }))
@@ -345,6 +350,7 @@ fn as_text(
         backward_line(plan, spare.as_ref()),
         forward_line(plan),
         Some(Event::Trains(trains)),
+        quantized_event(plan.spec()),
         adapter_line(config),
         pixel_line(config),
     ]
@@ -416,9 +422,10 @@ fn with_nearest(mut failure: Failure, typed: &[String], near: &[Proposal]) -> Fa
     let general = std::mem::take(&mut failure.next);
     for proposal in near {
         let needs = proposal.planned.fit.needs();
-        let what = match proposal.freezes {
-            true => both("the adapters alone fit", "只训练适配器就放得下"),
-            false => both("nearest setting that fits", "最接近的可行设置"),
+        let what = match (proposal.quantizes(), proposal.freezes) {
+            (true, _) => both("quantized frozen weights fit", "量化冻结的权重就放得下"),
+            (false, true) => both("the adapters alone fit", "只训练适配器就放得下"),
+            (false, false) => both("nearest setting that fits", "最接近的可行设置"),
         };
         failure = failure
             .next(text!("{what}: {needs}", "{what}：{needs}"))
@@ -426,8 +433,8 @@ fn with_nearest(mut failure: Failure, typed: &[String], near: &[Proposal]) -> Fa
     }
     if near.is_empty() {
         failure = failure.next(both(
-            "no stage, offload, batch, precision or adapters make it fit",
-            "改变阶段、卸载、批大小、精度或只训练适配器都放不下",
+            "no stage, offload, batch, precision, adapters or quantized weights make it fit",
+            "改变阶段、卸载、批大小、精度、只训练适配器或量化权重都放不下",
         ));
     }
     failure.next.extend(general);

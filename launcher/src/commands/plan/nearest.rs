@@ -1,7 +1,8 @@
 //! Search for the nearest configurations that fit.
 //!
 //! The layout of states, the execution and the batch are searched first. Changes of what is trained, and of its numbers,
-//! follow in the order in which people make them: adapters alone, bf16, adapters instead of weights, pure bf16. Each of
+//! follow in the order in which people make them: adapters alone, quantized frozen weights, bf16, adapters instead of
+//! weights, these beside quantized ones, pure bf16. Each of
 //! them is searched with every layout. Whatever is proposed was planned and fits.
 
 use super::planner::Planner;
@@ -11,7 +12,7 @@ use crate::config::{
 use crate::error::Failure;
 use crate::model::optimizer::rule;
 use crate::plan::Settled;
-use crate::plan::suggestion::{adapters_alone, adapters_instead, changed};
+use crate::plan::suggestion::{adapters_alone, adapters_instead, changed, four_bits, is_plain};
 use optim::Optimizer as _;
 
 /// Command-line flags as (name without `--`, value).
@@ -28,6 +29,9 @@ const NUM_LAYERS: [(u32, usize); 2] = [(0, 2), (1, 6)];
 /// Cost of freezing what trains besides adapters: more than another stage, less than an offload.
 const ADAPTERS_ALONE: u32 = 7;
 
+/// Cost of storing the frozen weights beside adapters in 4 bits: more than an offload of the optimizer's states.
+const QUANTIZED: u32 = 12;
+
 /// Most proposals for one run.
 const MOST: usize = 2;
 
@@ -39,6 +43,13 @@ pub(super) struct Proposal {
     /// Whether it freezes what trains besides adapters.
     pub(super) freezes: bool,
     cost: u32,
+}
+
+impl Proposal {
+    /// Whether it stores the frozen weights in 4 bits.
+    pub(super) fn quantizes(&self) -> bool {
+        self.flags.iter().any(|(name, _)| *name == "quantize")
+    }
 }
 
 fn stages(config: &RunConfig) -> Choices {
@@ -149,12 +160,20 @@ fn results(config: &RunConfig) -> Choices {
     let of = |name: &str| vec![("precision", name.to_owned())];
     let alone = adapters_alone(config);
     choices.extend(alone.clone().map(|flags| (ADAPTERS_ALONE, flags)));
+    let is_plain = is_plain(config);
+    if is_plain && config.trainable.lora.is_some() {
+        let alone = alone.clone().unwrap_or_default();
+        choices.push((QUANTIZED, [alone, four_bits()].concat()));
+    }
     let is_f32 = config.precision == PrecisionChoice::F32;
     if is_f32 {
         choices.push((20, of("bf16")));
     }
     if let Some(flags) = adapters_instead(config) {
         choices.push((25, flags.clone()));
+        if is_plain {
+            choices.push((26, [flags.clone(), four_bits()].concat()));
+        }
         if is_f32 {
             choices.push((27, [flags, of("bf16")].concat()));
         }
@@ -190,7 +209,8 @@ fn layouts(planner: &Planner, config: &RunConfig) -> Choices {
 }
 
 /// Finds the changes of `config` with the lowest cost that fit the machine, the lowest first: at most one that keeps what
-/// is trained, and one that trains adapters alone. Only if neither fits, another change of the result.
+/// is trained, and one that trains adapters alone or quantizes the frozen weights. Only if none fits, another change of the
+/// result.
 ///
 /// # Errors
 /// Those of planning.
@@ -198,7 +218,7 @@ pub(super) fn nearest(planner: &Planner, config: &RunConfig) -> Result<Vec<Propo
     let layouts = layouts(planner, config);
     let mut found: Vec<Proposal> = Vec::new();
     for (cost, result) in results(config) {
-        if cost > ADAPTERS_ALONE && !found.is_empty() || found.len() == MOST {
+        if cost > QUANTIZED && !found.is_empty() || found.len() == MOST {
             break;
         }
         found.extend(first_that_fits(planner, config, (cost, &result), &layouts)?);

@@ -2,8 +2,8 @@
 
 use crate::cli::PlanArgs;
 use crate::config::{Found, RunConfig, RunPlan};
-use crate::data::SampleSet;
-use crate::data::check::largest;
+use crate::data::check::{fill, largest};
+use crate::data::{SampleSet, Sampler};
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::lang::both;
@@ -128,8 +128,9 @@ impl Planner {
         }
         let times = match &self.samples {
             Some(samples) => {
-                let count = samples.train.mix().per_epoch();
-                saves(config, config.total_steps(count), count)
+                let sampler = Sampler::of(config, &samples.train, &[]);
+                let total = sampler.total_steps(config);
+                saves(config, total, sampler.steps_per_epoch())
             }
             None => 1,
         };
@@ -161,7 +162,14 @@ impl Planner {
         plan: &Arc<Plan>,
     ) -> Result<RankMemory, Failure> {
         let sample = made_up_sample(config)?;
-        let train: Vec<EncodedSample> = vec![sample; config.batch.micro_batch];
+        let train = match config.batch.tokens_per_batch {
+            Some(most) => {
+                let mut train = vec![sample; most / config.batch.model_max_length.min(most)];
+                fill(&mut train, most, config.batch.model_max_length);
+                train
+            }
+            None => vec![sample; config.batch.micro_batch],
+        };
         let input = SampleInput::from(&train[0]);
         let prompt = Prompt {
             input,
@@ -184,6 +192,7 @@ impl Planner {
 pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failure> {
     let (dir, batch) = (config.model_dir(), &config.batch);
     let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
+    let tokens = tokens.min(batch.tokens_per_batch.unwrap_or(tokens));
     largest_sample(&dir, tokens, slices, batch.image_max_pixels).map_err(|e| unusable(&dir, &e))
 }
 

@@ -10,8 +10,8 @@ use crate::memory::RankMemory;
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
 use crate::plan::{
-    DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, settle_one_by_one, stage_line,
-    window_region,
+    DECODING, HeldOut, Machine, MemoryCheck, Settled, Work, dry_run, quantized_event,
+    settle_one_by_one, stage_line, window_region,
 };
 use crate::rank_env::Env;
 use crate::ui::Event;
@@ -725,4 +725,46 @@ fn adapters_alone_are_proposed_before_offload_and_pure_bf16() {
     assert_eq!(found[0].flags, [("modules-to-save", "none".to_owned())]);
     assert!(found.iter().all(|proposal| proposal.planned.fit.fits()));
     assert_eq!(found[0].planned.fit.need.device, without);
+}
+
+/// A run of adapters that does not fit is also told that quantized frozen weights fit.
+#[test]
+fn quantized_weights_are_proposed_beside_the_nearest_layout() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let flags = "--zero 3 --lora-rank 8";
+    let plain = planned_on(directory.path(), UNBOUNDED, flags)
+        .fit
+        .need
+        .device;
+    let line = format!(
+        "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 \
+         --device cuda --hw 2x{} --ram 1TiB {flags}",
+        directory.path().join("config.json").display(),
+        plain - 1,
+    );
+    let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    let Ok(Command::Plan { args, .. }) = cli::parse(&words) else {
+        panic!("{line}");
+    };
+    let env = Env::from_lookup(&|_| None).expect("an environment");
+    let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+    let planner = Planner::new(&config, &args, false).expect("a planner");
+    let found = super::nearest::nearest(&planner, &config).expect("a search");
+    let [layout, quantized] = &found[..] else {
+        panic!("{found:?}");
+    };
+    assert!(!layout.quantizes(), "{layout:?}");
+    let in_four_bits = [("quantize", "nf4"), ("quantize-double", "true")];
+    assert_eq!(
+        quantized.flags,
+        in_four_bits.map(|(name, value)| (name, value.to_owned()))
+    );
+    assert!(quantized.planned.fit.need.device < plain);
+    let event = quantized_event(quantized.planned.plan.spec());
+    let Some(Event::Quantized(weights)) = event else {
+        panic!("no quantized weights");
+    };
+    assert_eq!(weights.formats, ["nf4, double"]);
+    assert!(weights.bytes * 3 < 2 * weights.params, "{weights:?}");
 }

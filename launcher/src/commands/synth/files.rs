@@ -210,7 +210,7 @@ fn id(config: &Value, field: &str) -> Option<usize> {
 
 fn minicpm(config: &MiniCpmConfig, raw: &Value) -> ModelFiles {
     let (tokens, template): (&[&str], _) = match config.release {
-        Release::V2_6 => (&MINICPM, TEMPLATE),
+        Release::V2_6 | Release::V4_0 => (&MINICPM, TEMPLATE),
         Release::V4_5 => (&MINICPM_4_5, THINKING_TEMPLATE.trim_end()),
     };
     let size = config.language.vocab_size;

@@ -235,14 +235,12 @@ impl Run<'_> {
             return Ok(());
         }
         let refusal = || refused(&gpu, &found);
-        if self.matmul != Matmul::Auto || verdict.products.is_some() {
+        // Without a choice, own products mean that no library was found.
+        if self.matmul != Matmul::Auto || gpu.products == Products::Own {
             return Err(refusal());
         }
         let other = RunGpu {
-            products: match gpu.products {
-                Products::Own => Products::CublasLt,
-                Products::CublasLt => Products::Own,
-            },
+            products: Products::Own,
             ..gpu.clone()
         };
         let second = self.found(&other, &cover(self.config, &other)?, directory)?;
@@ -508,6 +506,7 @@ mod tests {
             name: "GPU".into(),
             uuid: None,
             multiprocessors: 4,
+            compute_capability: None,
             memory_bytes: 8 << 20,
             free_bytes: 4 << 20,
             peers: Vec::new(),

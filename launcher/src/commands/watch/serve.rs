@@ -1,7 +1,8 @@
 //! `launcher watch --serve`: the report page of a run over HTTP, made anew from the files for every request.
 //!
 //! Only reading is possible: `/` is the page, `/state.json` what `--json` prints. An address that other machines reach asks
-//! for a token, which the printed link holds. Connections have one thread each, few at a time.
+//! for a token, which the printed link holds. Connections have one thread each, few at a time, and end after a while:
+//! the crate `tiny_http` has neither limit.
 
 use super::{INTERVAL, look};
 use crate::error::{Failure, output};

@@ -50,6 +50,7 @@ mod tests {
             name: "RTX 3090".into(),
             uuid: uuid.map(str::to_owned),
             multiprocessors: 82,
+            compute_capability: Some((8, 6)),
             memory_bytes: 24 << 30,
             free_bytes: 23 << 30,
             peers: Vec::new(),

@@ -34,10 +34,11 @@ pub(super) enum Message {
     Line(String),
 }
 
-/// How to start one rank: executable, rank number, environment variables to set, and log file.
+/// How to start one rank: executable and its words, rank number, environment variables to set, and log file.
 #[derive(Debug)]
 pub(super) struct Launch<'a> {
     pub(super) program: &'a Path,
+    pub(super) words: &'a [String],
     pub(super) rank: usize,
     pub(super) env: &'a [(&'static str, OsString)],
     pub(super) log: &'a Path,
@@ -62,6 +63,7 @@ impl RankChild {
                 Failure::io(ErrorCode::Disk, both("write", "写入"), launch.log, &error)
             })?;
         let mut child = Command::new(launch.program)
+            .args(launch.words)
             .envs(launch.env.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -122,6 +122,8 @@ impl From<RunFailure> for Failure {
 pub struct Supervisor<'a> {
     /// Executable that each rank runs.
     pub program: &'a Path,
+    /// Words of its command line: those of a subcommand. Without any, the ranks train, and a later run can continue.
+    pub words: &'a [String],
     /// Number of ranks to start on this machine.
     pub processes: usize,
     /// Position of this machine's ranks among those of all machines. `None` on a single machine.
@@ -183,6 +185,7 @@ impl Supervisor<'_> {
             vitals: Vitals::new(self.processes),
             machine: None,
             suggestions: self.suggestions,
+            trains: self.words.is_empty(),
             screen,
         };
         for rank in 0..self.processes {
@@ -200,6 +203,7 @@ impl Supervisor<'_> {
                 .join(format!("rank-{number:04}.log"));
             let launch = Launch {
                 program: self.program,
+                words: self.words,
                 rank,
                 env: &env,
                 log: &log,
@@ -287,6 +291,8 @@ struct Watch<'a> {
     vitals: Vitals,
     machine: Option<Machine>,
     suggestions: &'a dyn Fn(&mut Failure),
+    /// Whether the ranks train. Others save nothing when they are stopped.
+    trains: bool,
     screen: &'a mut Screen,
 }
 
@@ -384,6 +390,10 @@ impl Watch<'_> {
     fn signalled(&mut self, signal: i32) {
         let name = report::signal_name(signal);
         match self.phase {
+            SupervisorPhase::Running if !self.trains => {
+                self.asked_to_stop = true;
+                self.abort();
+            }
             SupervisorPhase::Running => {
                 self.phase = SupervisorPhase::Stopping;
                 self.asked_to_stop = true;
@@ -465,17 +475,22 @@ impl Watch<'_> {
                 Some(machine) => machine.clone(),
                 None => self.seen(),
             };
+            let failure = match self.trains {
+                true => report::explain(first, &machine, self.output, self.suggestions),
+                // The job's directory, with all files of its ranks, is removed.
+                false => report::of_rank(first, &machine, self.output).0,
+            };
             return Err(RunFailure {
-                failure: Box::new(report::explain(
-                    first,
-                    &machine,
-                    self.output,
-                    self.suggestions,
-                )),
+                failure: Box::new(failure),
                 died: !asked && first.died(),
             });
         }
         let missing = || {
+            if asked && !self.trains {
+                let cause = both("nothing was saved", "没有保存任何内容");
+                let title = both("stopped by a signal", "被信号停止");
+                return Failure::new(ErrorCode::Interrupted, title, cause);
+            }
             if asked {
                 return stopped_at_once(self.output);
             }

@@ -56,6 +56,35 @@ pub(super) fn explain(
 ) -> Failure {
     let rank = ending.rank;
     let details = Failure::path(output, rank);
+    let (mut failure, quoted) = of_rank(ending, machine, output);
+    if failure.details.is_none() {
+        if quoted {
+            let from = ending.tail.len().saturating_sub(QUOTED_LINES);
+            failure.evidence.extend(
+                ending.tail[from..]
+                    .iter()
+                    .map(|line| Text::literal(format_args!("| {line}"))),
+            );
+        }
+        if failure.code == ErrorCode::Collective {
+            let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
+            failure.evidence.extend(others.filter_map(Seen::condition));
+        }
+        // They save memory, which does not help if enough of it was free.
+        if ending.status.signal() != Some(9) || may_lack_memory(machine) {
+            suggestions(&mut failure);
+        }
+        failure = with_commands(failure, output);
+        // The saved failure has all details. The printed one refers to it.
+        drop(failure.save(output, rank));
+        failure = failure.details(details);
+    }
+    failure
+}
+
+/// Failure of one rank, with its number in the title, and whether it left none of its own or was killed.
+pub(super) fn of_rank(ending: &Ending, machine: &Machine, output: &Path) -> (Failure, bool) {
+    let rank = ending.rank;
     let own = Failure::load(output, rank);
     let quoted = own.is_none() || ending.status.signal().is_some();
     let mut failure = match (own, ending.status.signal(), ending.status.code()) {
@@ -88,32 +117,10 @@ pub(super) fn explain(
             .next(look_at_log(rank))
         }
     };
-    if failure.details.is_none() {
-        if !failure.title.contains("rank ") {
-            failure.title = text!("rank {rank}: {}", "rank {rank}：{}", failure.title);
-        }
-        if quoted {
-            let from = ending.tail.len().saturating_sub(QUOTED_LINES);
-            failure.evidence.extend(
-                ending.tail[from..]
-                    .iter()
-                    .map(|line| Text::literal(format_args!("| {line}"))),
-            );
-        }
-        if failure.code == ErrorCode::Collective {
-            let others = machine.ranks.iter().filter(|seen| seen.rank != rank);
-            failure.evidence.extend(others.filter_map(Seen::condition));
-        }
-        // They save memory, which does not help if enough of it was free.
-        if ending.status.signal() != Some(9) || may_lack_memory(machine) {
-            suggestions(&mut failure);
-        }
-        failure = with_commands(failure, output);
-        // The saved failure has all details. The printed one refers to it.
-        drop(failure.save(output, rank));
-        failure = failure.details(details);
+    if failure.details.is_none() && !failure.title.contains("rank ") {
+        failure.title = text!("rank {rank}: {}", "rank {rank}：{}", failure.title);
     }
-    failure
+    (failure, quoted)
 }
 
 fn look_at_log(rank: usize) -> Text {

@@ -149,6 +149,15 @@ pub(super) fn trains(files: &RunFiles) -> Option<String> {
             100.0 * plan.trainable as f64 / plan.params.max(1) as f64
         );
     }
+    if let Some(weights) = &plan.quantized {
+        out += &format!(
+            "<p class=\"soft\">{} quantized layers of the base in {}: {} instead of {} in 16 bits</p>\n",
+            grouped(weights.tensors as u64),
+            escape(&weights.formats.join(" + ")),
+            bytes(weights.bytes),
+            bytes(2 * weights.params)
+        );
+    }
     Some(out + &table(&head, rows) + "</section>\n")
 }
 

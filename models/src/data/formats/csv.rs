@@ -1,4 +1,6 @@
 //! Rows of a CSV file as JSON objects of texts, by RFC 4180. The first row names the columns; an empty field is absent.
+//!
+//! A damaged row is refused. The crate `csv` takes a quote that is not closed, or text after a closing quote, without a word.
 
 use std::ffi::OsStr;
 use std::path::Path;

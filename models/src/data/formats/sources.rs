@@ -33,8 +33,18 @@ pub fn read_datasets(
     let mut sets = Vec::new();
     for part in data_parts(data) {
         let (path, weight) = weight_of(&part)?;
+        let first = sets.len();
+        let mut wanted = None;
         for located in locate(&path, format)? {
+            wanted = located.num_samples;
             sets.push(located.read(images, weight)?);
+        }
+        if let Some(wanted) = wanted {
+            let own = &mut sets[first..];
+            let count: usize = own.iter().map(|set| set.samples.len()).sum();
+            for set in own {
+                set.weight *= wanted as f64 / count as f64;
+            }
         }
     }
     Ok(sets)
@@ -94,6 +104,8 @@ struct Located {
     /// Directory at which relative paths of images start.
     root: PathBuf,
     ignored: Vec<(String, usize)>,
+    /// How many samples an epoch takes of it, with the others of its entry.
+    num_samples: Option<u64>,
 }
 
 impl Located {
@@ -124,6 +136,7 @@ fn locate(part: &Path, format: Option<DataFormat>) -> Result<Vec<Located>, DataE
         format,
         columns: None,
         ignored: Vec::new(),
+        num_samples: None,
     });
     Ok(located.collect())
 }
@@ -195,6 +208,7 @@ fn entry(info: &Path, name: Option<&str>) -> Result<Vec<Located>, DataError> {
         columns: Some(described.columns.clone()),
         root: root.clone(),
         ignored: ignored.clone(),
+        num_samples: described.num_samples,
     });
     Ok(located.collect())
 }
@@ -205,6 +219,7 @@ struct Described {
     format: DataFormat,
     columns: Columns,
     ignored: Vec<(String, usize)>,
+    num_samples: Option<u64>,
 }
 
 impl Described {
@@ -222,9 +237,12 @@ impl Described {
                 keys.refusal("\"ranking\" makes it preference pairs, which a run cannot learn")
             );
         }
-        if keys.take("num_samples").is_some() {
-            return Err(keys.refusal("\"num_samples\" is not supported; --limit takes the first N"));
-        }
+        let num_samples = match keys.take("num_samples").map(|number| number.as_u64()) {
+            Some(None | Some(0)) => {
+                return Err(keys.refusal("\"num_samples\" is not a number above 0"));
+            }
+            number => number.flatten(),
+        };
         let file = keys.text("file_name")?;
         let file = file.ok_or_else(|| keys.refusal("missing field `file_name`"))?;
         let formatting = keys.text("formatting")?;
@@ -246,6 +264,7 @@ impl Described {
             format,
             columns,
             ignored: ignored.into_counts(),
+            num_samples,
         })
     }
 }

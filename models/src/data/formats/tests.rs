@@ -953,7 +953,8 @@ fn several_files_and_entries_of_dataset_info_are_read_in_order() {
     let info = r#"{"mine": {"file_name": "odd.json", "formatting": "sharegpt", "extra": 1, "columns": {"messages": "talk", "images": "pics"},
           "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "Q", "assistant_tag": "A"}},
         "plain": {"file_name": "alpaca.json", "columns": {"prompt": "ask", "response": "reply"}},
-        "far": {"hf_hub_url": "x/y"}, "pairs": {"file_name": "odd.json", "ranking": true}}"#;
+        "some": {"file_name": "odd.json", "formatting": "sharegpt", "num_samples": 3},
+        "none": {"file_name": "odd.json", "num_samples": 0}, "far": {"hf_hub_url": "x/y"}, "pairs": {"file_name": "odd.json", "ranking": true}}"#;
     let odd = r#"[{"talk": [{"who": "Q", "says": "<image>q"}, {"who": "A", "says": "a"}], "pics": ["x.png"], "note": "n"}]"#;
     let dir = directory(&[
         ("dataset_info.json", info),
@@ -981,14 +982,23 @@ fn several_files_and_entries_of_dataset_info_are_read_in_order() {
     assert_eq!(found[2].path, dir.path().join("b.jsonl"));
     assert!(found.iter().all(|set| set.root == Path::new("/pictures")));
     for (data, part) in [
-        (info.clone(), "mine, plain, far, pairs"),
-        (format!("{info}#none"), "no data set \"none\""),
+        (info.clone(), "mine, plain, some, none, far, pairs"),
+        (format!("{info}#other"), "no data set \"other\""),
+        (format!("{info}#none"), "not a number above 0"),
         (format!("{info}#far"), "not downloaded"),
         (format!("{info}#pairs"), "preference pairs"),
     ] {
         let error = read(&data).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
+    // An epoch takes three samples, twice as many with a weight of 2.
+    let two = dir.path().join("odd.json");
+    let turns =
+        r#"{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
+    std::fs::write(&two, format!("[{turns}, {turns}]")).unwrap();
+    let some = read(&format!("{info}#some,{info}#some:2")).unwrap();
+    assert_eq!((some[0].weight, some[1].weight), (1.5, 3.0));
+    std::fs::write(&two, odd).unwrap();
     let bare = format!("{info}#mine");
     let roots = read_datasets(Path::new(&bare), None, None).unwrap();
     assert_eq!(roots[0].root, dir.path());

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use device_tests::compile;
 use device_tests::stages::{
     Report, Setting, ceilings, conformance, copies, footprint, graphs, processes, show, survey,
     table,
 };
+use device_tests::{compile, model};
 use kernels::cuda::image::Code;
 use kernels::cuda::library::Search;
 
@@ -92,6 +92,22 @@ enum Stage {
         #[arg(long, value_delimiter = ',')]
         families: Vec<String>,
     },
+    /// Prints the static model: instructions per mma, resident blocks and share of peak on every kind of card. It needs
+    /// NVRTC and no GPU.
+    Model {
+        /// The table of `build-table`.
+        #[arg(default_value = "tests/device/kernel_resources.csv")]
+        resources: PathBuf,
+    },
+    /// Loads every module in several processes, so that later stages find translated code in the driver's cache.
+    WarmUp {
+        /// Number of processes.
+        #[arg(long, default_value_t = 16)]
+        processes: usize,
+    },
+    /// One process of the stage `warm-up`.
+    #[command(hide = true)]
+    WarmUpProcess { index: usize, of: usize },
     /// One process whose memory the stage `probe` measures.
     #[command(hide = true)]
     FootprintProcess { directory: PathBuf },
@@ -183,6 +199,15 @@ fn run(stage: &Stage, setting: &Setting) -> Result<bool> {
         }
         Stage::BuildFakeDriver { directory } => {
             device_tests::fake_driver::build(directory).map(|()| true)
+        }
+        Stage::Model { resources } => {
+            let text = std::fs::read_to_string(resources)?;
+            show(&model::table(setting, &compile::parse_table(&text)?)?);
+            Ok(true)
+        }
+        Stage::WarmUp { processes } => finish(processes::warm_up(setting, *processes)),
+        Stage::WarmUpProcess { index, of } => {
+            processes::load_share(setting, *index, *of).map(|()| true)
         }
         Stage::BuildPtx { file } => compile::build_ptx(setting, file).map(|()| true),
         Stage::FootprintProcess { directory } => {

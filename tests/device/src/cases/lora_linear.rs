@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use kernels::DType;
-use kernels::cuda::launch::Address;
+use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::ops::grouped as grouped_kernels;
 use kernels::cuda::ops::lora_linear::{Gradients, LoraLinear};
 use kernels::cuda::ops::product::{self as product_kernels, Choice};
@@ -118,7 +118,7 @@ fn shapes(effort: Effort) -> Vec<Shape> {
 fn run_forward(machine: &mut dyn Machine, layer: &LoraLinear, sms: u32) -> Result<Vec<u8>> {
     let mut count = Workspace::new(Address::NULL);
     layer
-        .forward(Address(256), sms, &mut count)
+        .forward::<Launch>(Address(256), sms, &mut count)
         .context("no kernel")?;
     let mut all = Vec::new();
     for _ in 0..2 {
@@ -166,7 +166,7 @@ fn check_backward(machine: &mut dyn Machine, shape: Shape) -> Result<()> {
         let (on_device, sms) = (layer.on_device, shape.multiprocessors);
         let mut count = Workspace::new(Address::NULL);
         on_device
-            .backward(dy.address(), gradients, sms, &mut count)
+            .backward::<Launch>(dy.address(), gradients, sms, &mut count)
             .context("no kernel")?;
         let mut space = Workspace::new(machine.allocate(count.bytes() as usize)?.address);
         let launches = on_device.backward(dy.address(), gradients, sms, &mut space);

@@ -1,5 +1,5 @@
-//! Stages `ipc` and `nccl`: two processes on one GPU. The program starts itself twice; the processes exchange
-//! handles through files.
+//! Stages of several processes on one GPU. `warm-up` loads all modules. `ipc` and `nccl` are two ranks; they exchange
+//! handles through files. The program starts itself.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use kernels::cuda::launch::Launch;
 use kernels::cuda::nccl::{Kind, Nccl};
 
 use super::{Report, Setting, queue};
+use crate::compile::modules;
 
 const WORLD: u32 = 2;
 const BYTES: usize = 64 << 20;
@@ -70,43 +72,98 @@ fn pair(
     prepare: impl Fn(u32, &mut Command),
 ) -> Result<[String; 2]> {
     let rendezvous = tempfile::tempdir()?;
-    let program = std::env::current_exe()?;
     let mut children = Vec::new();
     for rank in 0..WORLD {
-        let mut command = Command::new(&program);
-        command
-            .arg(subcommand)
-            .arg(rank.to_string())
-            .arg(rendezvous.path());
-        // The children search where this process found the libraries.
-        for (option, directories) in [
-            ("--libraries", &setting.search.directories),
-            ("--python-packages", &setting.search.python_packages),
-        ] {
-            for directory in directories {
-                command.arg(option).arg(directory);
-            }
-        }
-        let left = setting.deadline.saturating_duration_since(Instant::now());
-        command.arg("--seconds").arg(left.as_secs().to_string());
+        let mut command = this_program(setting, subcommand)?;
+        command.arg(rank.to_string()).arg(rendezvous.path());
         prepare(rank, &mut command);
         children.push(Rank(command.spawn().context("starting a rank")?));
     }
+    await_all(setting, &mut children)?;
+    let result =
+        |rank: u32| std::fs::read_to_string(rendezvous.path().join(format!("result{rank}")));
+    Ok([result(0)?, result(1)?])
+}
+
+/// This program with a subcommand. It searches libraries where this process does, has the same results and the time that
+/// is left.
+fn this_program(setting: &Setting, subcommand: &str) -> Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg(subcommand).arg("--out").arg(&setting.out);
+    for (option, directories) in [
+        ("--libraries", &setting.search.directories),
+        ("--python-packages", &setting.search.python_packages),
+    ] {
+        for directory in directories {
+            command.arg(option).arg(directory);
+        }
+    }
+    let left = setting.deadline.saturating_duration_since(Instant::now());
+    command.arg("--seconds").arg(left.as_secs().to_string());
+    Ok(command)
+}
+
+/// Waits until every child has succeeded.
+fn await_all(setting: &Setting, children: &mut [Rank]) -> Result<()> {
     let mut left = children.len();
     while left > 0 {
         left = 0;
         for (rank, child) in children.iter_mut().enumerate() {
             match child.0.try_wait()? {
                 None => left += 1,
-                Some(status) => ensure!(status.success(), "rank {rank} ended with {status}"),
+                Some(status) => ensure!(status.success(), "process {rank} ended with {status}"),
             }
         }
-        ensure!(!setting.expired(), "the ranks did not end in time");
+        ensure!(!setting.expired(), "the processes did not end in time");
         std::thread::park_timeout(Duration::from_millis(5));
     }
-    let result =
-        |rank: u32| std::fs::read_to_string(rendezvous.path().join(format!("result{rank}")));
-    Ok([result(0)?, result(1)?])
+    Ok(())
+}
+
+/// Loads every module once, in several processes. The driver keeps the code that it translates from PTX in its cache, so
+/// that the stages after this one measure no translation. A driver translates on one thread per process.
+#[must_use]
+pub fn warm_up(setting: &Setting, processes: usize) -> Report {
+    let mut report = Report::new("warm-up");
+    report.part("loading every module", |report| {
+        let begun = Instant::now();
+        let mut children = Vec::new();
+        for index in 0..processes {
+            let mut command = this_program(setting, "warm-up-process")?;
+            command.arg(index.to_string()).arg(processes.to_string());
+            children.push(Rank(command.spawn().context("starting a process")?));
+        }
+        await_all(setting, &mut children)?;
+        report.row(
+            "every module loaded",
+            format!("{:.1} s", begun.elapsed().as_secs_f64()),
+            format!("{} modules, {processes} processes", modules().len()),
+        );
+        Ok(())
+    });
+    report
+}
+
+/// Loads every `of`-th module, from the one with this index on, and resolves its kernels.
+///
+/// # Errors
+/// A module that the GPU does not load.
+pub fn load_share(setting: &Setting, index: usize, of: usize) -> Result<()> {
+    let gpu = setting.gpu()?;
+    for module in modules().into_iter().skip(index).step_by(of.max(1)) {
+        for kernel in module.kernels() {
+            let launch = Launch {
+                module: module.clone(),
+                kernel,
+                grid: [1; 3],
+                threads: 32,
+                shared_bytes: 0,
+                args: Vec::new(),
+            };
+            gpu.resident_blocks(&launch)?;
+        }
+    }
+    Ok(())
 }
 
 /// A child process, killed when it is dropped.

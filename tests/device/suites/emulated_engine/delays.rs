@@ -9,17 +9,20 @@ use device_tests::executor::{Delays, EmulatedGpu, Lost};
 use engine::{Precision, Tier};
 use kernels::cuda::CudaBackend;
 
-use crate::setup::{ARENA_BYTES, Updates, Weights, pack};
+use crate::setup::{ARENA_BYTES, Updates, Weights, every, pack};
 use crate::training::{How, Left, train};
 
 /// Timings per family.
 const SEEDS: u64 = 2;
 /// Timings of the slowest family.
 const FEW_SEEDS: u64 = 1;
-/// Timings of the family that is fastest to emulate.
-const MANY_SEEDS: u64 = 8;
 /// Timings of which at least one must reveal a missing event.
-const LOST_SEEDS: u64 = 6;
+const LOST_SEEDS: u64 = 8;
+
+/// Timings of the family that is fastest to emulate: one for each time of an update, and more in the nightly run.
+fn many_seeds() -> u64 {
+    if every() { 8 } else { 4 }
+}
 
 fn on(
     gpu: EmulatedGpu,
@@ -135,19 +138,18 @@ fn resident_weights_have_the_same_bits_under_many_delays() -> Result<()> {
     let family = "glm-4v-9b";
     let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
     let updates = [Updates::Late, Updates::Early, Updates::Consumed];
-    for (seed, updates) in (0..MANY_SEEDS).zip(updates.into_iter().cycle()) {
+    for (seed, updates) in (0..many_seeds()).zip(updates.into_iter().cycle()) {
         how.updates = updates;
         let got = trained(day(seed, None), family, how)?;
         assert!(got.same_bits(&want), "seed {seed}, {updates:?}");
     }
     // Compute that does not wait for delivered weights uses old ones.
     how.updates = Updates::Late;
-    let shows = |seed| -> Result<bool> {
+    let shows = |seed| {
         let lost = trained(day(seed, Some(Lost::Deliveries)), family, how);
-        Ok(lost.map_or(true, |got| !got.same_bits(&want)))
+        lost.map_or(true, |got| !got.same_bits(&want))
     };
-    let shown = (0..MANY_SEEDS).map(shows).collect::<Result<Vec<_>>>()?;
-    assert!(shown.contains(&true));
+    assert!((0..LOST_SEEDS).any(shows));
     Ok(())
 }
 
@@ -163,7 +165,7 @@ fn cogvlm_has_the_same_bits_under_any_delays_with_prefetch() -> Result<()> {
 
 #[test]
 fn glm_4v_has_the_same_bits_under_many_delays_with_prefetch() -> Result<()> {
-    agree_ahead("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
+    agree_ahead("glm-4v-9b", Precision::F32, Tier::Host, many_seeds())
 }
 
 #[test]
@@ -197,6 +199,7 @@ fn cogvlm2_has_the_same_bits_under_any_delays() -> Result<()> {
 }
 
 #[test]
+#[ignore = "25 s: the nightly run asks for it"]
 fn glm_41v_has_the_same_bits_under_any_delays() -> Result<()> {
     agree(
         "glm-4.1v-9b-thinking",
@@ -208,7 +211,7 @@ fn glm_41v_has_the_same_bits_under_any_delays() -> Result<()> {
 
 #[test]
 fn glm_4v_has_the_same_bits_under_many_delays() -> Result<()> {
-    agree("glm-4v-9b", Precision::F32, Tier::Host, MANY_SEEDS)
+    agree("glm-4v-9b", Precision::F32, Tier::Host, many_seeds())
 }
 
 /// Each kind of event is necessary, and the timings above would reveal its absence.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{Library, MULTIPROCESSORS, emulated_backend_with};
+use device_tests::executor::{Library, emulated_backend_with};
 use engine::{DryRun, ParamAccess, PassKind, Precision, Tier, Zero};
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, PoolStats};
@@ -92,7 +92,7 @@ fn agree_with(
         max_new_tokens: ANSWER_TOKENS,
     };
 
-    let counting = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
+    let counting = CudaBackend::counting(library.kind());
     let dry_run = DryRun::on_discrete_device(
         plan.clone(),
         Arc::new(AdamW::default()),
@@ -168,7 +168,7 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
         setup::text_sample(&dir, TOKENS)?,
     ];
     let counting = || {
-        let device = CudaBackend::counting(MULTIPROCESSORS, library != Library::Absent);
+        let device = CudaBackend::counting(library.kind());
         DryRun::on_discrete_device(plan.clone(), Arc::new(AdamW::default()), Arc::new(device))
     };
     let (seen, dry_run) = (counting()?, counting()?);
@@ -270,9 +270,15 @@ fn glm_4v_with_library_products_takes_the_planned_memory() -> Result<()> {
 /// Adapters that share an input store their low-rank activations until backward, and so do those of experts.
 #[test]
 fn adapters_of_shared_inputs_take_the_planned_memory() -> Result<()> {
-    for family in ["minicpm-v-2_6", "glm-4v-9b", "cogvlm-chat-hf"] {
+    for (family, library) in [
+        ("minicpm-v-2_6", Library::Absent),
+        ("glm-4v-9b", Library::Adapts),
+        ("glm-4v-9b", Library::Refuses),
+        ("cogvlm-chat-hf", Library::Absent),
+    ] {
         let also = Also {
             adapters: true,
+            library,
             ..PLAIN
         };
         agree_with(family, Precision::Bf16, Tier::Device, Weights::Leased, also)?;

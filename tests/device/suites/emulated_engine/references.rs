@@ -1,7 +1,6 @@
 //! Golden packs on the emulated GPU. In f32 the CPU's tolerances apply. In 16 bits results are compared with the pack
 //! and with the CPU in the same precision.
 
-use std::env;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
@@ -16,7 +15,7 @@ use tests::sixteen_bits::{self, check_case};
 use tests::world::compute_on;
 use tests::{drift, tolerance};
 
-use crate::setup::ARENA_BYTES;
+use crate::setup::{ARENA_BYTES, every};
 
 /// Sets the emulator as the device of all worlds in this process.
 fn compute_on_the_emulator() -> Result<()> {
@@ -25,16 +24,11 @@ fn compute_on_the_emulator() -> Result<()> {
     Ok(())
 }
 
-/// Whether `TESSERA_EVERY_PACK=1` asks for all packs and the 200 steps.
-fn every_pack() -> bool {
-    env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1")
-}
-
 /// Every case, gradient and trajectory of one family. `TESSERA_EVERY_PACK=1` runs all families and the 200 steps.
 #[test]
 fn golden_packs_in_f32_stay_within_their_tolerances() -> Result<()> {
     compute_on_the_emulator()?;
-    let every = every_pack();
+    let every = every();
     let packs = match every {
         true => Pack::built_in(),
         false => vec![Pack::beside("glm-4v-9b")],

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use device_tests::emulator::Order;
-use device_tests::executor::{EmulatedGpu, MULTIPROCESSORS};
+use device_tests::executor::{EmulatedGpu, Library};
 use engine::comm::{Communicator, threads};
 use engine::{
     DryRun, GradDtype, Offload, OptimizerConfig, ParamId, PassKind, Plan, Precision, Stage, Tier,
@@ -149,7 +149,7 @@ impl Numbers {
             ModelOptions::new(self.precision.weight_dtype()),
         )?;
         let plan = self.plan(&*model, offload)?;
-        let device = CudaBackend::counting(MULTIPROCESSORS, false);
+        let device = CudaBackend::counting(Library::Absent.kind());
         let backend: Arc<dyn Backend> = Arc::new(device.clone());
         let mut dry_run = DryRun::on_discrete_device(plan, Arc::new(self.rule()), backend.clone())?;
         let sample = setup::sample(&pack(FAMILY), TOKENS, MOST_TOKENS)?;

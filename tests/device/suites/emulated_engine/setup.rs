@@ -19,6 +19,11 @@ use optim::GroupOptions;
 
 pub const ARENA_BYTES: u64 = 256 << 20;
 
+/// Whether `TESSERA_EVERY_PACK=1` asks for all packs, timings and the 200 steps, as the nightly run does.
+pub fn every() -> bool {
+    std::env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1")
+}
+
 pub fn pack(name: &str) -> PathBuf {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../golden");
     golden.join(name)
@@ -65,6 +70,7 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
         targets: LoraTargets::parse("all"),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     options

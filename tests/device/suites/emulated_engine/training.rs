@@ -653,8 +653,25 @@ fn glm_4v_trains_through_a_library() -> Result<()> {
 }
 
 #[test]
+#[ignore = "20 s: the nightly run asks for it"]
 fn glm_41v_trains_through_a_library() -> Result<()> {
     agree_through_a_library("glm-4.1v-9b-thinking", Precision::F32)
+}
+
+/// On compute capability 9 and 10 the library computes the wide products of adapted layers too.
+#[test]
+fn glm_4v_trains_adapters_through_a_library() -> Result<()> {
+    let products = |library| -> Result<u64> {
+        let mut how = How::new(Precision::Bf16);
+        (how.adapters, how.library) = (true, library);
+        Ok(agree_how("glm-4v-9b", how)?.multiplied())
+    };
+    let [plain, adapted] = [products(Library::Multiplies)?, products(Library::Adapts)?];
+    assert!(
+        adapted > plain + 20,
+        "{adapted} products, {plain} without adapted layers"
+    );
+    Ok(())
 }
 
 #[test]

@@ -85,6 +85,7 @@ pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec
         targets: LoraTargets::parse(&config.target_modules.join(",")),
         layers: None,
         per_projection: false,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     lora.trainable = Some(runs.lora_trainable_params);
@@ -148,6 +149,7 @@ fn scripts(pack: &Pack, samples: Vec<Vec<EncodedSample>>) -> Result<Trajectory> 
         targets: LoraTargets::Modules(modules),
         layers: None,
         per_projection: true,
+        use_rslora: false,
         modules_to_save: Vec::new(),
     });
     run.options.train = Some(Selection::parse(&whole.join(","))?);

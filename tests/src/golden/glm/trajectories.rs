@@ -93,6 +93,7 @@ fn trajectory(
             targets: LoraTargets::Pattern(format!(r".*\.({})", names.join("|"))),
             layers: None,
             per_projection: false,
+            use_rslora: false,
             modules_to_save: Vec::new(),
         });
         let names = stored.adapters;

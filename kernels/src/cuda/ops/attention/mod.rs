@@ -6,7 +6,7 @@
 mod tiles;
 
 pub use self::tiles::Problem;
-use self::tiles::{Tiles, Tiling, last};
+use self::tiles::{Tiles, Tiling, forward_bytes, gradient_q_bytes, last, rows_bytes};
 use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
@@ -160,8 +160,8 @@ impl Plan {
         let rows = self.tiling.queries.rows;
         let (kernel, shared_bytes) = match (self.tiling.plain, rows) {
             (true, _) => ("forward", self.plain_rows_bytes(rows + PLAIN_TILE * 2)),
-            (false, 64) => ("forward_64", self.rows_bytes(rows + 2 * 64)),
-            (false, _) => ("forward_128", self.rows_bytes(rows + 2 * 64)),
+            (false, 64) => ("forward_64", forward_bytes(self.head_dim, rows)),
+            (false, _) => ("forward_128", forward_bytes(self.head_dim, rows)),
         };
         self.tiled(
             kernel,
@@ -225,7 +225,9 @@ impl Plan {
         let shared_bytes = match self.tiling.plain {
             true => self.plain_rows_bytes(2 * (rows + PLAIN_TILE)),
             // Keys and values, two stages of queries and gradients, weights, two stages of lse and delta.
-            false => self.rows_bytes(2 * rows + 2 * 2 * 32) + rows * 32 * 4 + 2 * 2 * 32 * 4,
+            false => {
+                rows_bytes(self.head_dim, 2 * rows + 2 * 2 * 32) + rows * 32 * 4 + 2 * 2 * 32 * 4
+            }
         };
         let blocks = self.kv_heads * self.parts();
         self.tiled(
@@ -264,8 +266,8 @@ impl Plan {
         let rows = self.tiling.queries.rows;
         let (kernel, shared_bytes) = match (self.tiling.plain, rows) {
             (true, _) => ("gradient_q", self.plain_rows_bytes(2 * (rows + PLAIN_TILE))),
-            (false, 64) => ("gradient_q_64", self.rows_bytes(2 * rows + 3 * 32)),
-            (false, _) => ("gradient_q_128", self.rows_bytes(2 * rows + 3 * 32)),
+            (false, 64) => ("gradient_q_64", gradient_q_bytes(self.head_dim, rows)),
+            (false, _) => ("gradient_q_128", gradient_q_bytes(self.head_dim, rows)),
         };
         self.tiled(
             kernel,
@@ -345,11 +347,6 @@ impl Plan {
             shared_bytes,
             args,
         }
-    }
-
-    /// Shared memory of `rows` rows, each an odd number of 16-byte pieces (`PITCH` of the kernels).
-    const fn rows_bytes(&self, rows: u32) -> u32 {
-        rows * ((self.head_dim / 8) | 1) * 16
     }
 
     /// Shared memory of `rows` rows in the plain family, each an odd number of floats.

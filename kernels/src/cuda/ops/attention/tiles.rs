@@ -6,6 +6,8 @@ use crate::DType;
 const MAX_HEAD_DIM: u32 = 128;
 /// Keys per block of the tensor-core family.
 const KEY_ROWS: u32 = 64;
+/// Shared memory that CUDA reserves in each block, in bytes.
+const RESERVED_SHARED_BYTES: u32 = 1024;
 /// Queries or keys per block of the plain family.
 const PLAIN_ROWS: u32 = 16;
 
@@ -33,6 +35,8 @@ pub struct Problem<'a> {
     pub scale: f32,
     /// Number of multiprocessors of the GPU. It affects the tile height, not results.
     pub multiprocessors: u32,
+    /// Shared memory of a multiprocessor in bytes. It affects the tile height, not results.
+    pub shared_bytes: u32,
 }
 
 /// Tiles of one side (queries or keys): pairs (sequence, tile of `rows` rows) in the table, in order of decreasing
@@ -114,17 +118,42 @@ fn fits_tensor_cores(problem: &Problem<'_>) -> bool {
 }
 
 /// Queries per block. 128 make the best use of keys in shared memory, but need at least two such blocks per
-/// multiprocessor; else 64.
+/// multiprocessor, both of them resident; else 64. One block of four warps would leave the tensor cores idle during
+/// each softmax.
 fn tile_rows(problem: &Problem<'_>) -> u32 {
     let tiles: usize = lengths(problem)
         .map(|(queries, _)| queries.div_ceil(128))
         .sum();
     let blocks = tiles as u64 * u64::from(problem.heads);
-    if blocks >= 2 * u64::from(problem.multiprocessors) {
+    let resident = 2 * (gradient_q_bytes(problem.head_dim, 128) + RESERVED_SHARED_BYTES);
+    if blocks >= 2 * u64::from(problem.multiprocessors) && resident <= problem.shared_bytes {
         128
     } else {
         64
     }
+}
+
+/// Shared memory of `rows` rows, as `place` of attention.cu lays them out: swizzled, or an odd number of 16-byte pieces
+/// apart.
+pub(super) const fn rows_bytes(head_dim: u32, rows: u32) -> u32 {
+    let pieces = head_dim / 8;
+    rows * 16
+        * if pieces.is_multiple_of(8) {
+            pieces
+        } else {
+            pieces | 1
+        }
+}
+
+/// Shared memory of the tensor-core family's forward: queries, a tile of keys and one of values.
+pub(super) const fn forward_bytes(head_dim: u32, rows: u32) -> u32 {
+    rows_bytes(head_dim, rows + 2 * 64)
+}
+
+/// Shared memory of `gradient_q`: queries and gradients of outputs, a tile of keys and one of values. It is the largest
+/// of the kernels with this tile.
+pub(super) const fn gradient_q_bytes(head_dim: u32, rows: u32) -> u32 {
+    rows_bytes(head_dim, 2 * rows + 2 * 32)
 }
 
 #[derive(Clone, Copy)]
@@ -183,4 +212,38 @@ pub(super) fn last(starts: &[usize]) -> u64 {
 )]
 fn as_i32(index: usize) -> i32 {
     index as i32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_tall_where_two_blocks_stay_resident() {
+        let starts = [0, 4096];
+        for (head_dim, kib, want) in [
+            (72, 100, 128),
+            (80, 100, 64),
+            (128, 100, 64),
+            (128, 164, 128),
+            (128, 228, 128),
+        ] {
+            let problem = Problem {
+                dtype: DType::BF16,
+                heads: 16,
+                kv_heads: 16,
+                head_dim,
+                q_starts: &starts,
+                k_starts: &starts,
+                causal: true,
+                scale: 0.1,
+                multiprocessors: 64,
+                shared_bytes: kib << 10,
+            };
+            assert_eq!(tile_rows(&problem), want, "head dim {head_dim}, {kib} KB");
+        }
+        // Shared memory of the largest kernel at head dim 128: swizzled rows of 256 bytes.
+        assert_eq!(gradient_q_bytes(128, 128), 81_920);
+        assert_eq!(forward_bytes(80, 64), 192 * 176);
+    }
 }

@@ -2,6 +2,7 @@
 
 use crate::cli::file::explain::page;
 use crate::cli::file::{Loaded, load};
+use crate::config::{Quantize, QuantizeFormat};
 use crate::error::Failure;
 use crate::rank_env::Env;
 use proptest::prelude::*;
@@ -414,6 +415,114 @@ fn unknown_keys_of_a_flag_file_are_named() {
     let loaded = load(&[format!("--config={}", path.display())]).expect("loads");
     let words = loaded.map(|loaded| loaded.words.join(" "));
     assert_eq!(words.as_deref(), Some("--save-steps=5e2 --max-steps=-1"));
+}
+
+/// Every spelling of a quantized base in files of LLaMA-Factory, Hugging Face, OpenBMB, ms-swift and 2U1.
+#[test]
+fn files_of_other_trainers_quantize_the_base() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    let path = directory.path().join("run.yaml");
+    let quantized = |format, double, modules: Option<&str>| {
+        Some(Quantize {
+            format,
+            double,
+            modules: modules.map(str::to_owned),
+        })
+    };
+    let (nf4, fp4, int8) = (
+        QuantizeFormat::Nf4,
+        QuantizeFormat::Fp4,
+        QuantizeFormat::Int8,
+    );
+    let all = Some("all");
+    let factory = "stage: sft\nfinetuning_type: lora\n";
+    let swift = "train_type: lora\n";
+    let two_u1 = "lora_enable: true\n";
+    for (head, text, expected) in [
+        (factory, "quantization_bit: 4", quantized(nf4, true, all)),
+        (
+            factory,
+            "quantization_bit: 4\nquantization_method: bnb\ndouble_quantization: false\nquantization_type: fp4",
+            quantized(fp4, false, all),
+        ),
+        (
+            factory,
+            "quantization_bit: 8\nquantization_method: bitsandbytes",
+            quantized(int8, false, all),
+        ),
+        (factory, "quantization_bit: null", None),
+        (
+            "use_lora: true\n",
+            "load_in_4bit: true\nbnb_4bit_quant_type: nf4\nbnb_4bit_use_double_quant: true\n\
+             bnb_4bit_compute_dtype: bfloat16\nbnb_4bit_quant_storage: uint8\nload_in_8bit: false\n\
+             llm_int8_skip_modules: null",
+            quantized(nf4, true, None),
+        ),
+        (
+            "use_lora: true\n",
+            "load_in_8bit: true\nllm_int8_threshold: 6.0\nllm_int8_has_fp16_weight: false\n\
+             llm_int8_enable_fp32_cpu_offload: false",
+            quantized(int8, false, None),
+        ),
+        (
+            "use_lora: true\nlora_rank: 8\n",
+            "load_in_4bit: true\nbnb_4bit_quant_type: fp4\nuse_bnb_nested_quant: true",
+            quantized(fp4, true, None),
+        ),
+        (
+            "use_lora: true\n",
+            "q_lora: true",
+            quantized(nf4, false, None),
+        ),
+        ("use_lora: true\n", "q_lora: false", None),
+        (
+            swift,
+            "quant_method: bnb\nquant_bits: 4\nbnb_4bit_compute_dtype: bfloat16\nbnb_4bit_quant_type: nf4\n\
+             bnb_4bit_use_double_quant: true\nbnb_4bit_quant_storage: null",
+            quantized(nf4, true, all),
+        ),
+        (
+            swift,
+            "quant_method: bnb\nquant_bits: 4\nbnb_4bit_use_double_quant: false",
+            quantized(nf4, false, all),
+        ),
+        (
+            swift,
+            "quant_bits: 8\nquant_method: bnb",
+            quantized(int8, false, all),
+        ),
+        (
+            two_u1,
+            "bits: 4\nquant_type: nf4",
+            quantized(nf4, true, all),
+        ),
+        (
+            two_u1,
+            "bits: 4\ndouble_quant: false\nquant_type: fp4",
+            quantized(fp4, false, all),
+        ),
+        (two_u1, "bits: 16", None),
+    ] {
+        let text = format!("{head}{text}\nmodel: m\ndata: d\n");
+        fs::write(&path, &text).expect("written");
+        let loaded = load(&[format!("--config={}", path.display())]).expect(&text);
+        let args = crate::cli::train_args(&loaded.expect("a file").words).expect(&text);
+        let config = crate::cli::resolve(&args, &env()).expect(&text).config;
+        assert_eq!(config.quantize, expected, "{text}");
+    }
+    for (text, part) in [
+        ("quantization_method: gptq", "bitsandbytes"),
+        (
+            "quantization_method: hqq\nquantization_bit: 4",
+            "bitsandbytes",
+        ),
+        ("llm_int8_skip_modules: [visual]", "--quantize-modules"),
+    ] {
+        let text = format!("{factory}{text}\n");
+        fs::write(&path, &text).expect("written");
+        let failure = load(&[format!("--config={}", path.display())]).expect_err(&text);
+        assert!(failure.to_string().contains(part), "{text}\n{failure}");
+    }
 }
 
 #[test]

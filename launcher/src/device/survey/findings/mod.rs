@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::facts::{Facts, Gpu};
 use crate::lang::{Text, both, text};
 use crate::units::bytes;
+use kernels::{Codebook, Packing, Shape};
 
 /// Minimum compute capability that the kernels need.
 const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
@@ -21,9 +22,32 @@ pub struct Verdict {
     pub device: &'static str,
     /// CUDA ordinals of the GPUs that such a run would use; empty if it would use the CPU.
     pub gpus: Vec<u32>,
+    /// Size of the frozen weights that the smallest of these GPUs could store. `None` without GPUs.
+    pub frozen_params: Option<FrozenParams>,
     /// The verdict in words, one line for the terminal.
     #[serde(serialize_with = "Text::english")]
     pub summary: Text,
+}
+
+/// Largest number of frozen parameters whose weights alone fill a GPU's memory, by the format of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct FrozenParams {
+    /// In bf16 or fp16.
+    pub in_16_bits: u64,
+    /// With `--quantize nf4 --quantize-double`.
+    pub in_4_bits: u64,
+}
+
+impl FrozenParams {
+    fn of(memory_bytes: u64) -> Self {
+        let shape = Shape::new(&[1 << 12, 1 << 12]);
+        let bytes = Packing::four_bit(Codebook::Nf4, true).bytes(shape);
+        let in_4_bits = u128::from(memory_bytes) * shape.elems() as u128 / bytes as u128;
+        Self {
+            in_16_bits: memory_bytes / 2,
+            in_4_bits: in_4_bits as u64,
+        }
+    }
 }
 
 /// One finding of the survey of a machine, with next steps.
@@ -109,6 +133,7 @@ fn verdict(facts: &Facts) -> Verdict {
         return Verdict {
             device: "cpu",
             gpus: Vec::new(),
+            frozen_params: None,
             summary,
         };
     }
@@ -128,9 +153,11 @@ fn verdict(facts: &Facts) -> Verdict {
             )
         })
         .collect();
+    let smallest = usable.iter().filter_map(|gpu| gpu.memory_bytes).min();
     Verdict {
         device: "cuda",
         gpus: usable.iter().filter_map(|gpu| gpu.ordinal).collect(),
+        frozen_params: smallest.map(FrozenParams::of),
         summary: text!(
             "runs with --device cuda or auto use {}; without it the CPU",
             "带 --device cuda 或 auto 的运行使用 {}；否则使用 CPU",

@@ -125,6 +125,7 @@ impl Call {
             causal: shape.causal,
             scale: shape.scale as f32,
             multiprocessors: self.multiprocessors,
+            shared_bytes: 228 << 10,
         })
     }
 

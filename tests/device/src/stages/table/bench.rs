@@ -5,9 +5,10 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 use kernels::DType;
+use kernels::cuda::backend::Executor;
 use kernels::cuda::gpu::{Gpu, Memory};
 use kernels::cuda::launch::{Address, Launch};
-use kernels::cuda::matmul::{CublasLt, Multiply};
+use kernels::cuda::matmul::{CublasLt, LibraryUse, Multiply};
 use kernels::cuda::ops::workspace::Workspace;
 use optim::rng::RandomStream;
 
@@ -18,6 +19,16 @@ use crate::stages::{median_milliseconds, queue};
 pub(super) trait Bench {
     /// Number of multiprocessors that launches are sized for.
     fn multiprocessors(&self) -> u32;
+
+    /// Shared memory of a multiprocessor in bytes.
+    fn shared_bytes(&self) -> u32 {
+        228 << 10
+    }
+
+    /// Products that a run gives to the library on such a device.
+    fn library(&self) -> LibraryUse {
+        LibraryUse::Products
+    }
 
     /// Memory filled with copies of `pattern`, valid until [`Bench::clear`].
     fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address>;
@@ -56,6 +67,14 @@ impl<'g> OnGpu<'g> {
 impl Bench for OnGpu<'_> {
     fn multiprocessors(&self) -> u32 {
         self.gpu.facts().multiprocessors
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        self.gpu.kind().shared_bytes()
+    }
+
+    fn library(&self) -> LibraryUse {
+        LibraryUse::on(Some(self.gpu.facts().compute_capability))
     }
 
     fn filled(&mut self, bytes: usize, pattern: &[u8]) -> Result<Address> {

@@ -113,6 +113,7 @@ fn row(on: &mut Operands<'_>, shape: Shape, backward: bool) -> Result<Prepared> 
         causal: shape.causal,
         scale: 1.0 / (shape.head_dim as f32).sqrt(),
         multiprocessors: on.bench.multiprocessors(),
+        shared_bytes: on.bench.shared_bytes(),
     };
     let plan = Plan::new(&problem).context("an attention")?;
     let tokens = shape.batch * length;
