@@ -6,7 +6,8 @@ use crate::lang::{Both, Text, both, text};
 
 impl RunConfig {
     /// Refuses settings that pipeline stages do not support, and a division among another number of stages (exit 2).
-    pub(crate) fn check_pipeline(&self) -> Result<(), Failure> {
+    /// `under_mpi`: an MPI launcher starts the ranks.
+    pub(crate) fn check_pipeline(&self, under_mpi: bool) -> Result<(), Failure> {
         if let Some(split) = &self.mp_split {
             let counts: Vec<String> = split.iter().map(u32::to_string).collect();
             let flag = format!("--mp-split {}", counts.join(","));
@@ -31,7 +32,7 @@ impl RunConfig {
         if self.mp_size == 1 {
             return Ok(());
         }
-        match self.not_in_stages() {
+        match self.not_in_stages(under_mpi) {
             None => Ok(()),
             Some((what, why, next)) => Err(Failure::usage(
                 text!(
@@ -46,7 +47,7 @@ impl RunConfig {
     }
 
     /// A setting that does not work with pipeline stages, why, and what to use.
-    fn not_in_stages(&self) -> Option<(Text, Both, Both)> {
+    fn not_in_stages(&self, under_mpi: bool) -> Option<(Text, Both, Both)> {
         let without = both("omit --mp-size", "请去掉 --mp-size");
         if self.device == Device::Cuda {
             return Some((
@@ -69,6 +70,19 @@ impl RunConfig {
                     "网格中的各组在一台机器上共享内存",
                 ),
                 without,
+            ));
+        }
+        if under_mpi {
+            return Some((
+                both("ranks that mpirun starts", "由 mpirun 启动的 rank").into(),
+                both(
+                    "the groups of a mesh share memory under the launcher's own supervisor",
+                    "网格中的各组由本启动器自己的监督进程管理，并共享内存",
+                ),
+                both(
+                    "start with the launcher and --nproc instead of mpirun",
+                    "请用本启动器和 --nproc 启动，不要用 mpirun",
+                ),
             ));
         }
         if matches!(

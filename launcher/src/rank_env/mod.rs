@@ -181,7 +181,6 @@ impl RankEnv {
     }
 
     /// Whether an MPI launcher (`mpirun`) set this rank's number.
-    #[cfg(feature = "mpi")]
     pub fn is_under_mpi(&self) -> bool {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
     }

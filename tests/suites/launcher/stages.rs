@@ -58,6 +58,9 @@ fn stages_have_the_bits_of_an_undivided_run() {
     assert_equal(&site, line, 2, 2, "adapter_model.safetensors");
     let line = "--zero 1 --precision bf16 --checkpoint-num-layers 2";
     assert_equal(&site, line, 1, 3, "model.safetensors");
+    let site = Site::new();
+    let line = "--use-lora true --lora-rank 4 --zero auto --quantize nf4 --tokens-per-batch 300 --gradient-accumulation-steps 2";
+    assert_equal(&site, line, 1, 2, "adapter_model.safetensors");
 }
 
 #[test]
