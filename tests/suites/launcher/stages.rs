@@ -51,7 +51,7 @@ fn assert_equal(site: &Site, common: &str, data_ranks: usize, stages: usize, wei
 #[test]
 fn stages_have_the_bits_of_an_undivided_run() {
     let site = Site::with_family("cogagent-chat-hf");
-    let line = "--zero 2 --gradient-accumulation-steps 3";
+    let line = "--text-without-cross true --zero 2 --gradient-accumulation-steps 3";
     assert_equal(&site, line, 1, 2, "model.safetensors");
     let site = Site::new();
     let line = "--use-lora true --lora-rank 4 --lora-dropout 0.3 --zero 3 --offload cpu --gradient-accumulation-steps 2";
