@@ -153,7 +153,7 @@ mod tests {
         let counts = counts.to_vec();
         let config = ZeroConfig {
             slice: Some(Slice { counts, stage }),
-            recomputed: vec![1..4],
+            recomputed: std::iter::once(1..4).collect(),
             ..ZeroConfig::default()
         };
         Plan::new(spec(), config, 2)
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn stages_have_all_units_once_under_the_indices_of_the_whole_model() {
-        let recomputed = vec![1..4];
+        let recomputed = std::iter::once(1..4).collect();
         let config = ZeroConfig {
             recomputed,
             ..ZeroConfig::default()

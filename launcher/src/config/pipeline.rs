@@ -76,12 +76,12 @@ impl RunConfig {
             return Some((
                 both("ranks that mpirun starts", "由 mpirun 启动的 rank").into(),
                 both(
-                    "the groups of a mesh share memory under the launcher's own supervisor",
-                    "网格中的各组由本启动器自己的监督进程管理，并共享内存",
+                    "the groups of a mesh are not joined over MPI yet",
+                    "网格中的各组尚不能通过 MPI 连接",
                 ),
                 both(
-                    "start with the launcher and --nproc instead of mpirun",
-                    "请用本启动器和 --nproc 启动，不要用 mpirun",
+                    "start with the launcher and --nproc, or with torchrun",
+                    "请用本启动器和 --nproc 启动，或用 torchrun 启动",
                 ),
             ));
         }

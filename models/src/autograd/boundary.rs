@@ -80,7 +80,7 @@ impl Boundary {
             let index = first_output + i as u32;
             match self.received.get(&index) {
                 Some(var) => var.clone(),
-                None => tape.input(nothing.clone()).as_output(index),
+                None => tape.input(nothing.clone()).with_output(index),
             }
         }))
     }

@@ -217,7 +217,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                     true => self.leaf(passed.value),
                     false => self.input(passed.value),
                 };
-                let var = var.as_output(passed.index);
+                let var = var.with_output(passed.index);
                 boundary.borrow_mut().received.insert(passed.index, var);
             }
         }
@@ -408,7 +408,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             let tracked = wanted && out.requires_grad();
             let slot = tracked.then_some(first + i);
             let var = Var::new(out.into_value(), self.id, slot, tracked);
-            var.as_output(first_output + i as u32)
+            var.with_output(first_output + i as u32)
         }))
     }
 

@@ -45,7 +45,7 @@ impl Var {
     }
 
     /// The same value as output `index` of the pass's segments.
-    pub(crate) fn as_output(self, index: u32) -> Self {
+    pub(crate) fn with_output(self, index: u32) -> Self {
         Self {
             output: Some(index),
             ..self
