@@ -125,6 +125,10 @@ fn divisions_that_do_not_exist_are_refused() {
             "does not divide the units",
         ),
         (
+            "--nproc 2 --mp-size 2 --inject nan:rank=0,step=1",
+            "only the last of 2",
+        ),
+        (
             "--nproc 2 --mp-size 2 --elastic --max-restarts 1",
             "--elastic",
         ),
