@@ -254,7 +254,7 @@ mod tests {
     use serde_json::{Map, Value, json};
 
     /// Keys of the language model, which transformers 5 nests in `text_config`.
-    const LANGUAGE: [&str; 23] = [
+    const LANGUAGE: [&str; 24] = [
         "hidden_size",
         "hidden_act",
         "intermediate_size",
@@ -269,6 +269,7 @@ mod tests {
         "head_dim",
         "vocab_size",
         "padded_vocab_size",
+        "max_position_embeddings",
         "rms_norm_eps",
         "layernorm_epsilon",
         "bos_token_id",
@@ -321,7 +322,7 @@ mod tests {
             }
             found.push((pack.display().to_string(), config));
         }
-        assert_eq!(found.len(), 12);
+        assert_eq!(found.len(), 13);
         found
     }
 

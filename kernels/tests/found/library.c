@@ -35,7 +35,7 @@ PLAIN(cuMemsetD8Async) PLAIN(cuMemcpyHtoDAsync_v2) PLAIN(cuMemcpyDtoHAsync_v2) P
 PLAIN(cuPointerGetAttribute)
 PLAIN(cuStreamCreate) PLAIN(cuStreamDestroy_v2) PLAIN(cuStreamSynchronize) PLAIN(cuStreamWaitEvent)
 PLAIN(cuEventCreate) PLAIN(cuEventRecord) PLAIN(cuEventQuery) PLAIN(cuEventSynchronize)
-PLAIN(cuEventElapsedTime_v2) PLAIN(cuEventDestroy_v2)
+PLAIN(cuEventElapsedTime) PLAIN(cuEventDestroy_v2)
 PLAIN(cuStreamBeginCapture_v2) PLAIN(cuStreamEndCapture) PLAIN(cuGraphInstantiateWithFlags)
 PLAIN(cuGraphLaunch) PLAIN(cuGraphExecDestroy) PLAIN(cuGraphDestroy)
 PLAIN(cuModuleLoadData) PLAIN(cuModuleGetFunction) PLAIN(cuFuncSetAttribute) PLAIN(cuLaunchKernel)

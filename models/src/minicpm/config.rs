@@ -1,7 +1,7 @@
 //! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6, 4.0 and 4.5, checked once, so that model code does not have to.
 
 use crate::config::{
-    ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid, unsupported,
+    ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid, size, unsupported,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -369,6 +369,7 @@ impl LongRope {
         let original = original.ok_or_else(|| {
             fields.invalid("longrope without original_max_position_embeddings".to_owned())
         })?;
+        let original = size("rope_scaling.original_max_position_embeddings", original)?;
         // With these, cosines and sines have a factor too.
         let grows = rope.own::<f64>("factor")?.is_some_and(|f| f > 1.0)
             || fields.size("max_position_embeddings")? > original;

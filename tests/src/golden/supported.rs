@@ -45,7 +45,7 @@ fn unsupported(config: &Value) -> Option<String> {
     };
     let known = ["2.6", "4.5"].contains(&version.as_str());
     let name = match model_type {
-        "minicpmv" if !known => format!("MiniCPM-V {version}"),
+        "minicpmv" if !known && version != "4.0" => format!("MiniCPM-V {version}"),
         "minicpmo" if !known => format!("MiniCPM-o {version}"),
         _ => return None,
     };
@@ -80,6 +80,10 @@ mod tests {
                 json!({"model_type": "minicpmv", "version": 4.6}),
             ),
             (
+                "MiniCPM-o 4.0",
+                json!({"model_type": "minicpmo", "version": 4.0}),
+            ),
+            (
                 "MiniCPM-o 5",
                 json!({"model_type": "minicpmo", "version": "5"}),
             ),
@@ -93,6 +97,7 @@ mod tests {
         for config in [
             json!({"model_type": "minicpmo", "version": "2.6"}),
             json!({"model_type": "minicpmv", "version": 4.5}),
+            json!({"model_type": "minicpmv", "version": 4.0}),
             json!({"model_type": "chatglm", "original_rope": false}),
             json!({"model_type": "glm46v"}),
         ] {

@@ -422,11 +422,11 @@ mod tests {
     }
 
     #[test]
-    fn large_layers_use_a_large_tile_without_split_k() {
+    fn large_layers_use_the_large_tile_without_split_k() {
         let choice = layer(8192, 4096, 4096, 16)
             .output(Address(256), 16, Address(512))
             .choose(132);
-        assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (128, 128, 1));
+        assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (128, 256, 1));
         let choice = layer(8192, 4096, 4096, 16).down(Address(256)).choose(132);
         assert_eq!((choice.tile.m, choice.tile.n, choice.parts), (64, 16, 1));
     }

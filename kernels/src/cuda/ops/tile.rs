@@ -31,15 +31,14 @@ const fn tile(m: u32, n: u32, k: u32, warps: [u32; 3], stages: u32, blocks: u32)
 }
 
 impl Tile {
-    /// General tiles, large to small, each with its time per element relative to the first. The times are those of A100:
-    /// cycles of shared memory per mma (lora_linear.cu) where these exceed the cycles of the mma; two resident blocks
-    /// also hide each other's epilogue. A slower mma, as on GeForce, makes all times more alike. H100 and B200 use a
-    /// library for most products ([`LibraryUse`](crate::cuda::matmul::LibraryUse)).
+    /// General tiles, large to small, each with its time per element relative to the first. The times are cycles of
+    /// shared memory per mma on sm_90 (lora_linear.cu), where these exceed the cycles of the mma. For the small tiles
+    /// they are lower, because older GPUs have a slower mma.
     pub(super) const GENERAL: [(Self, u64); 4] = [
         (tile(128, 256, 32, [2, 4, 1], 4, 1), 100),
-        (tile(128, 128, 32, [2, 2, 1], 3, 2), 98),
-        (tile(64, 128, 32, [2, 2, 1], 4, 3), 115),
-        (tile(64, 64, 32, [2, 2, 1], 4, 4), 150),
+        (tile(128, 128, 32, [2, 2, 1], 3, 2), 109),
+        (tile(64, 128, 32, [2, 2, 1], 4, 3), 150),
+        (tile(64, 64, 32, [2, 2, 1], 4, 4), 200),
     ];
     /// Tiles for few columns. Four warps share the sum, so the operand with many rows is read once.
     pub(super) const NARROW: [Self; 6] = [

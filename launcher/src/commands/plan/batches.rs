@@ -18,11 +18,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::sync::Arc;
 
-/// Number of micro-batches that run one after the other in each case: more in the nightly run.
-fn batches() -> usize {
-    let every = std::env::var("TESSERA_EVERY_PACK").is_ok_and(|asked| asked == "1");
-    if every { 10 } else { 4 }
-}
+/// Number of micro-batches that run one after the other in each case.
+const BATCHES: usize = 4;
 
 /// Sample relative to the largest one: percent of its tokens, slices, whether it has an image, whether half of its
 /// tokens are not supervised.
@@ -141,7 +138,7 @@ fn no_batch_exceeds_the_planned_memory(part: usize) {
         let before = arena.run(&most).expect("the largest batch fits");
         let arena = std::cell::RefCell::new(arena);
         let batch = prop::collection::vec(smaller(), 1..=most.len());
-        let order = prop::collection::vec(batch, batches());
+        let order = prop::collection::vec(batch, BATCHES);
         let config = Config {
             cases: 1,
             failure_persistence: None,

@@ -246,14 +246,7 @@ impl Uploaded {
             .copy
             .map(|(dtype, buffer)| ("copy", dtype, buffer, &model.copy));
         for (name, dtype, buffer, want) in kept.chain(copy) {
-            let got = values(dtype, &machine.download::<u8>(buffer)?);
-            let at = first_difference(&got, want);
-            ensure!(
-                at.is_none(),
-                "{when}: {name}[{at:?}] is {:?} instead of {:?}",
-                at.map(|at| got[at]),
-                at.map(|at| want[at])
-            );
+            holds(machine, (name, dtype, buffer), want, when)?;
         }
         Ok(())
     }
@@ -322,4 +315,22 @@ pub(super) fn clip(factor: f32, skip: u32) -> Clip {
         factor,
         skip,
     }
+}
+
+/// Fails unless `buffer` has the values `want` of `dtype`, bit for bit; any NaN counts as equal.
+pub(super) fn holds(
+    machine: &mut dyn Machine,
+    (name, dtype, buffer): (&str, DType, Buffer),
+    want: &[f32],
+    when: &str,
+) -> Result<()> {
+    let got = values(dtype, &machine.download::<u8>(buffer)?);
+    let at = first_difference(&got, want);
+    ensure!(
+        at.is_none(),
+        "{when}: {name}[{at:?}] is {:?} instead of {:?}",
+        at.map(|at| got[at]),
+        at.map(|at| want[at])
+    );
+    Ok(())
 }

@@ -7,10 +7,12 @@ use kernels::cuda::launch::Address;
 use kernels::cuda::ops::adamw::{self, AdamWChunk, Form};
 use optim::{AdamW, GradChunk, Optimizer, StateChunk, StepArgs, WeightChunk};
 
-use super::adamw::{GRAD_DTYPES, LR, SEED, STEPS, WEIGHT_DECAY, clip, gradient, special_weights};
+use super::adamw::{
+    GRAD_DTYPES, LR, SEED, STEPS, WEIGHT_DECAY, clip, gradient, holds, special_weights,
+};
 use super::{Case, Effort};
 use crate::machine::{Buffer, Machine};
-use crate::numbers::{bytes, first_difference, values, widened};
+use crate::numbers::{bytes, widened};
 
 /// A block whose gradients are zero.
 const ZEROS: std::ops::Range<usize> = 512..768;
@@ -156,14 +158,7 @@ impl Uploaded {
                 "absmax of exp_avg_sq",
                 "copy",
             ][i];
-            let got = values(dtype, &machine.download::<u8>(buffer)?);
-            let at = first_difference(&got, want);
-            ensure!(
-                at.is_none(),
-                "{when}: {name}[{at:?}] is {:?} instead of {:?}",
-                at.map(|at| got[at]),
-                at.map(|at| want[at])
-            );
+            holds(machine, (name, dtype, buffer), want, when)?;
         }
         for (buffer, want) in self.codes.iter().zip(&model.codes) {
             let got = machine.download::<u8>(*buffer)?;

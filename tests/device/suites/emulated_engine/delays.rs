@@ -199,7 +199,6 @@ fn cogvlm2_has_the_same_bits_under_any_delays() -> Result<()> {
 }
 
 #[test]
-#[ignore = "25 s: the nightly run asks for it"]
 fn glm_41v_has_the_same_bits_under_any_delays() -> Result<()> {
     agree(
         "glm-4.1v-9b-thinking",

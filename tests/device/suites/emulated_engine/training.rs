@@ -653,7 +653,6 @@ fn glm_4v_trains_through_a_library() -> Result<()> {
 }
 
 #[test]
-#[ignore = "20 s: the nightly run asks for it"]
 fn glm_41v_trains_through_a_library() -> Result<()> {
     agree_through_a_library("glm-4.1v-9b-thinking", Precision::F32)
 }
