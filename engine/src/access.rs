@@ -69,7 +69,7 @@ pub trait ParamAccess {
 
 /// Value that crosses the boundary between two pipeline stages: an activation, or the gradient of one.
 #[derive(Clone, Debug)]
-pub struct Passed {
+pub struct BoundaryTensor {
     /// Index of the value among the outputs of the pass's segments, equal on all stages.
     pub index: u32,
     /// Whether the value depends on a trainable parameter, so that its sender expects a gradient.
@@ -97,13 +97,13 @@ pub trait PipelineStage: ParamAccess {
     ///
     /// # Errors
     /// When communication fails.
-    fn send(&self, to: Neighbor, values: &[Passed]) -> Result<(), EngineError>;
+    fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<(), EngineError>;
 
     /// Receives the values that a neighbor sends next.
     ///
     /// # Errors
     /// When communication or memory fails.
-    fn receive(&self, from: Neighbor) -> Result<Vec<Passed>, EngineError>;
+    fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>, EngineError>;
 }
 
 /// Owner of leases, usually the engine. A [`Lease`] keeps the gathered weights of a unit readable, and

@@ -87,7 +87,7 @@ mod timing;
 pub mod trace;
 mod zero;
 
-pub use access::{Lease, LeaseOwner, ParamAccess, Passed, Phase, PipelineStage};
+pub use access::{BoundaryTensor, Lease, LeaseOwner, ParamAccess, Phase, PipelineStage};
 pub use dry_run::DryRun;
 pub use error::EngineError;
 pub use offload::{Activations, Region, Saved, Spill, Tiers, spill};

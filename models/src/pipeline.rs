@@ -1,6 +1,6 @@
-//! Passes of one pipeline stage: training windows in 1F1B order, forward passes, and generation.
+//! Passes of one pipeline stage: optimizer steps in 1F1B order, forward passes, and generation.
 //!
-//! A window is the micro-batches of one update. After its first forward passes, a stage runs one forward and one backward
+//! An optimizer step has several micro-batches. After its first forward passes, a stage runs one forward and one backward
 //! in turn (1F1B), so at most as many micro-batches are alive as stages follow, this one included. Gradients are deposited
 //! in the order of the micro-batches, as without stages. A boundary carries every value that later layers read, and its
 //! gradient, summed so far, in return; so sums have the order and the bits of an undivided model.
@@ -10,12 +10,12 @@ use crate::autograd::{Dropout, Loss, LossFetch, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
 use engine::comm::mesh::Neighbor;
-use engine::{ParamAccess, PassKind, Passed, PipelineStage, UnitId};
+use engine::{BoundaryTensor, ParamAccess, PassKind, PipelineStage, UnitId};
 use kernels::{DType, Shape, Tag, Tensor};
 use std::cell::OnceCell;
 use std::collections::VecDeque;
 
-/// Collated micro-batch of a window.
+/// Collated micro-batch of an optimizer step.
 #[derive(Debug)]
 pub struct MicroBatch {
     /// Its samples.
@@ -24,7 +24,7 @@ pub struct MicroBatch {
     pub dropout: Option<Dropout>,
 }
 
-/// Point of a window at which a caller may measure.
+/// Point of a step at which a caller may measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
     /// A forward pass has ended.
@@ -33,9 +33,9 @@ pub enum Point {
     Backward,
 }
 
-/// Training window of one pipeline stage.
+/// Schedule of one optimizer step on a pipeline stage: one forward and one backward pass in turn (1F1B).
 #[derive(Clone, Copy)]
-pub struct Window<'a> {
+pub struct Schedule1F1B<'a> {
     /// The model.
     pub model: &'a dyn VisionLanguageModel,
     /// Units whose activations are stored instead of being recomputed in backward.
@@ -46,9 +46,9 @@ pub struct Window<'a> {
     pub micro_batches: usize,
 }
 
-impl std::fmt::Debug for Window<'_> {
+impl std::fmt::Debug for Schedule1F1B<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Window")
+        f.debug_struct("Schedule1F1B")
             .field("factor", &self.factor)
             .field("micro_batches", &self.micro_batches)
             .finish_non_exhaustive()
@@ -62,14 +62,14 @@ struct Alive<'e, 'm> {
     loss: Option<(Loss, LossFetch)>,
 }
 
-impl Window<'_> {
+impl Schedule1F1B<'_> {
     /// Largest number of micro-batches that a stage has between their forward and their backward pass.
     #[must_use]
     pub fn most_alive(stage: usize, stages: usize, micro_batches: usize) -> usize {
         micro_batches.min(stages - stage)
     }
 
-    /// Runs the window on `stage`. `next` returns the micro-batches in order. Returns for each the sum of its token losses
+    /// Runs the micro-batches of a step on `stage`. `next` returns the micro-batches in order. Returns for each the sum of its token losses
     /// and its number of supervised tokens, both 0 on all stages but the last. `at` is called after each pass with the
     /// index of its micro-batch.
     ///
@@ -164,7 +164,7 @@ impl Window<'_> {
 ///
 /// # Errors
 /// When the transfer fails.
-pub fn receive<S: PipelineStage + ?Sized>(stage: &S) -> Result<Vec<Passed>> {
+pub fn receive<S: PipelineStage + ?Sized>(stage: &S) -> Result<Vec<BoundaryTensor>> {
     match stage.coordinates().stage {
         0 => Ok(Vec::new()),
         _ => Ok(stage.receive(Neighbor::Previous)?),
@@ -183,9 +183,9 @@ pub fn send<S: PipelineStage + ?Sized>(stage: &S, tape: &Tape<'_, '_>) -> Result
 }
 
 /// Values as they cross a boundary.
-fn passed(values: &[Var]) -> Vec<Passed> {
+fn passed(values: &[Var]) -> Vec<BoundaryTensor> {
     let values = values.iter().filter_map(|var| {
-        Some(Passed {
+        Some(BoundaryTensor {
             index: var.output()?,
             wants_gradient: var.slot().is_some(),
             value: var.value().clone(),
@@ -261,7 +261,7 @@ pub(crate) fn chosen(
             .collect();
         let shape = Shape::new(&[tokens.len()]);
         let backend = access.backend();
-        let sent = Passed {
+        let sent = BoundaryTensor {
             index: 0,
             wants_gradient: false,
             value: backend.upload(&bytes, shape, DType::I32, Tag::Activations)?,

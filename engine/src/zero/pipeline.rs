@@ -1,7 +1,7 @@
 //! Pipeline stages: transfers to the neighbors, and results of all stages in the order of an undivided model.
 
 use super::{Result, Zero};
-use crate::access::{Passed, PipelineStage};
+use crate::access::{BoundaryTensor, PipelineStage};
 use crate::comm::Tag as CommTag;
 use crate::comm::mesh::{Coordinates, Neighbor, Sent};
 use crate::error::EngineError;
@@ -10,7 +10,7 @@ use crate::spec::{ParamId, UnitId};
 use kernels::{Tag, Tensor, TensorMut};
 
 impl Zero {
-    /// Ends the backward pass of one micro-batch of a window and counts it. [`Zero::add_losses`] adds its loss.
+    /// Ends the backward pass of one micro-batch and counts it. [`Zero::add_losses`] adds its loss.
     fn end_backward(&self) -> Result<()> {
         self.end_pass()?;
         self.store.borrow_mut().count_micro_batch();
@@ -109,7 +109,7 @@ impl PipelineStage for Zero {
         }
     }
 
-    fn send(&self, to: Neighbor, values: &[Passed]) -> Result<()> {
+    fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<()> {
         let sent = values.iter().map(|passed| {
             let value = &passed.value;
             Ok(Sent {
@@ -123,11 +123,11 @@ impl PipelineStage for Zero {
         Ok(self.mesh.send(to, &sent.collect::<Result<Vec<_>>>()?)?)
     }
 
-    fn receive(&self, from: Neighbor) -> Result<Vec<Passed>> {
+    fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>> {
         let mut received = Vec::new();
         self.mesh.receive(from, |sent| {
             let (shape, dtype) = (sent.shape, sent.dtype);
-            received.push(Passed {
+            received.push(BoundaryTensor {
                 index: sent.index,
                 wants_gradient: sent.wants_gradient,
                 value: self

@@ -95,8 +95,8 @@ impl RunConfig {
                     self.optimizer_in_backward
                 )),
                 both(
-                    "the last backward of a window begins while others are still open",
-                    "窗口中最后一次反向开始时，其他反向尚未结束",
+                    "the last backward of a step begins while others are still open",
+                    "一步中最后一次反向开始时，其他反向尚未结束",
                 ),
                 both(
                     "--optimizer-in-backward off",

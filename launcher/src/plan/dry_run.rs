@@ -17,7 +17,7 @@ use kernels::{Backend, KernelList, MemoryPlan, PoolStats, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, dry_run_answers};
-use models::pipeline::{self, MicroBatch, Point, Window};
+use models::pipeline::{self, MicroBatch, Point, Schedule1F1B};
 use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -288,7 +288,7 @@ impl<'a> Run<'a> {
         }
         for _ in 0..2 {
             if self.stage.is_some() {
-                self.window()?;
+                self.train_stage()?;
             } else {
                 for _ in 0..self.config.batch.accumulation_steps.min(2) {
                     self.micro_batch()?;
@@ -333,12 +333,12 @@ impl<'a> Run<'a> {
     }
 
     /// Dry run of the micro-batches of one update on a pipeline stage, as many as are alive at once and one more.
-    fn window(&mut self) -> Result<(), ModelError> {
+    fn train_stage(&mut self) -> Result<(), ModelError> {
         let (config, model) = (self.config, self.model);
         let samples: Vec<SampleInput<'_>> = self.work.train.iter().map(SampleInput::from).collect();
         let keep = |unit| keeps(config, model, unit);
         let micro_batches = config.batch.accumulation_steps.min(config.mp_size + 1);
-        let window = Window {
+        let schedule = Schedule1F1B {
             model,
             stored: &keep,
             factor: 1.0,
@@ -355,7 +355,7 @@ impl<'a> Run<'a> {
                     dropout: dropout(config, &keys, &samples, backend)?,
                 })
             };
-            window.run(&stage, &mut next, &mut |_, point| {
+            schedule.run(&stage, &mut next, &mut |_, point| {
                 let phase = match point {
                     Point::Forward => Phase::Forward,
                     Point::Backward => Phase::Backward,

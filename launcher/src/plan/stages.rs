@@ -10,8 +10,8 @@ use crate::units::bytes;
 use engine::comm::World;
 use engine::comm::mesh::{Coordinates, Neighbor};
 use engine::{
-    DryRun, EngineError, Lease, ParamAccess, ParamId, PassKind, Passed, Phase, PipelineStage, Plan,
-    UnitId, Zero,
+    BoundaryTensor, DryRun, EngineError, Lease, ParamAccess, ParamId, PassKind, Phase,
+    PipelineStage, Plan, UnitId, Zero,
 };
 use kernels::{Backend, DType, Shape, Tag, Tensor};
 use std::cell::{Cell, RefCell};
@@ -39,8 +39,8 @@ impl Transfer {
         self.0.iter().map(bytes).sum::<usize>() as u64
     }
 
-    fn of(values: &[Passed]) -> Self {
-        let crossed = |passed: &Passed| Crossed {
+    fn of(values: &[BoundaryTensor]) -> Self {
+        let crossed = |passed: &BoundaryTensor| Crossed {
             index: passed.index,
             wants_gradient: passed.wants_gradient,
             shape: passed.value.shape(),
@@ -50,11 +50,11 @@ impl Transfer {
     }
 
     /// The values as a stage receives them.
-    fn on(&self, backend: &dyn Backend) -> Result<Vec<Passed>, EngineError> {
+    fn on(&self, backend: &dyn Backend) -> Result<Vec<BoundaryTensor>, EngineError> {
         let received = |value: &Crossed| {
             let Crossed { shape, dtype, .. } = *value;
             let bytes = vec![0; shape.elems() * dtype.size_bytes()];
-            Ok(Passed {
+            Ok(BoundaryTensor {
                 index: value.index,
                 wants_gradient: value.wants_gradient,
                 value: backend.upload(&bytes, shape, dtype, Tag::Activations)?,
@@ -169,7 +169,7 @@ impl PipelineStage for OnStage<'_> {
         self.zero.end_pass()
     }
 
-    fn send(&self, to: Neighbor, values: &[Passed]) -> Result<(), EngineError> {
+    fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<(), EngineError> {
         if to == Neighbor::Next {
             let transfer = Transfer::of(values);
             if self.run.kind.get() == PassKind::Forward {
@@ -180,7 +180,7 @@ impl PipelineStage for OnStage<'_> {
         Ok(())
     }
 
-    fn receive(&self, from: Neighbor) -> Result<Vec<Passed>, EngineError> {
+    fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>, EngineError> {
         let queue = match from {
             Neighbor::Previous => &self.run.received,
             Neighbor::Next => &self.run.open,

@@ -29,7 +29,7 @@ use engine::spill::SpillStats;
 use engine::{PassKind, StepReport, Zero};
 use models::autograd::Tape;
 use models::data::EncodedSample;
-use models::pipeline::{self, Point, Window};
+use models::pipeline::{self, Point, Schedule1F1B};
 use models::{ModelError, SampleInput, WeightSource};
 use optim::loss_scale::{LossScaler, Verdict};
 use serde_json::{Value, json};
@@ -292,7 +292,7 @@ impl<'a> Trainer<'a> {
         self.losses.clear();
         let micro_batches = self.replica.config.batch.accumulation_steps;
         if self.replica.config.mp_size > 1 {
-            return self.train_window(loader, lr);
+            return self.train_stage(loader, lr);
         }
         for micro in 1..=micro_batches {
             let loaded = loader.next().ok_or_else(ended_early)??;
@@ -322,7 +322,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// One optimizer step of a pipeline stage: the micro-batches in 1F1B order, then the update on all ranks.
-    fn train_window(
+    fn train_stage(
         &mut self,
         loader: &mut Loader<MicroBatch, Failure>,
         lr: f64,
@@ -339,7 +339,7 @@ impl<'a> Trainer<'a> {
         let monitor = RefCell::new(monitor);
         faults.begin_step(self.done + 1);
         let keep = |unit| keeps(config, &**model, unit);
-        let window = Window {
+        let schedule = Schedule1F1B {
             model: &**model,
             stored: &keep,
             factor: faults.loss_factor(scale as f32),
@@ -378,7 +378,7 @@ impl<'a> Trainer<'a> {
             };
             monitor.borrow_mut().end(phase, zero);
         };
-        let sums = window.run(&*zero, &mut next, &mut at);
+        let sums = schedule.run(&*zero, &mut next, &mut at);
         let sums = match (sums, failed) {
             (Err(_), Some(failure)) => return Err(failure),
             (sums, _) => sums.map_err(|e| failures::model(both("train", "训练"), &e))?,

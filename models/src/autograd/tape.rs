@@ -6,7 +6,7 @@ use super::scope::{Mode, Record, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
-use engine::{ParamAccess, ParamId, Passed, Phase, Saved, UnitId};
+use engine::{BoundaryTensor, ParamAccess, ParamId, Phase, Saved, UnitId};
 use kernels::{Backend, Fetch, Tensor};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -210,7 +210,7 @@ impl<'e, 'm> Tape<'e, 'm> {
     /// Gives the tape the values that the previous pipeline stage sent ([`Tape::sent`]). The segments of earlier stages
     /// return them instead of running.
     #[must_use]
-    pub fn with_received(self, values: Vec<Passed>) -> Self {
+    pub fn with_received(self, values: Vec<BoundaryTensor>) -> Self {
         if let Some(boundary) = &self.boundary {
             for passed in values {
                 let var = match passed.wants_gradient {
@@ -544,8 +544,8 @@ impl<'e, 'm> Tape<'e, 'm> {
     pub fn backward_stage(
         self,
         loss: Option<(&Loss, f32)>,
-        gradients: Vec<Passed>,
-    ) -> Result<Vec<Passed>> {
+        gradients: Vec<BoundaryTensor>,
+    ) -> Result<Vec<BoundaryTensor>> {
         let mut seeds = Vec::new();
         if let Some((loss, factor)) = loss {
             let slot = loss.rows.slot();
@@ -568,7 +568,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             .collect();
         let mut grads = self.run(seeds)?;
         let of = |(index, slot): (u32, Slot)| match grads[slot].take() {
-            Some(Grad::Tensor(value)) => Some(Passed {
+            Some(Grad::Tensor(value)) => Some(BoundaryTensor {
                 index,
                 wants_gradient: false,
                 value,

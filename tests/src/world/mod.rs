@@ -14,7 +14,7 @@ use kernels::{Backend, DType, Pool, Tensor};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::options::RopePrecision;
-use models::pipeline::{self, Window};
+use models::pipeline::{self, Schedule1F1B};
 use models::{
     ModelOptions, PackedWeights, SampleInput, VisionLanguageModel, WeightError, WeightSource,
     open_model,
@@ -161,7 +161,7 @@ impl Rank {
         if self.zero.mesh().coordinates().stages == 1 {
             return batches.iter().map(|b| self.micro_batch(b)).collect();
         }
-        let window = Window {
+        let schedule = Schedule1F1B {
             model: &*self.model,
             stored: &|_| false,
             factor: self.loss_scale() as f32,
@@ -174,7 +174,7 @@ impl Rank {
             let dropout = None;
             Ok(pipeline::MicroBatch { batch, dropout })
         };
-        let sums = window.run(&self.zero, &mut next, &mut |_, _| ())?;
+        let sums = schedule.run(&self.zero, &mut next, &mut |_, _| ())?;
         for (sum, supervised) in &sums {
             self.zero.add_losses(*sum, *supervised as u64);
         }
