@@ -255,9 +255,9 @@ pub struct Args {
     /// The default on GPUs is one rank per visible GPU.
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub nproc: Option<usize>,
-    /// Pipeline stages that divide the layers, one rank each (MP_SIZE)
+    /// Pipeline stages that divide the layers (MP_SIZE)
     ///
-    /// The other factor of the ranks is data parallelism: --nproc 4 --mp-size 2 trains two copies of the model, each on two ranks. Losses and gradient norms in f32 are the bits of a run with --mp-size 1.
+    /// Each stage is a rank; the other factor of the ranks is data parallelism: --nproc 4 --mp-size 2 trains two copies of the model, each on two ranks. Losses and gradient norms in f32 are the bits of a run with --mp-size 1.
     #[arg(long, value_name = "M", help_heading = "Memory and ranks")]
     pub mp_size: Option<usize>,
     /// Units of each pipeline stage, such as 20,15; the default balances the stages

@@ -263,7 +263,7 @@ mod tests {
             ["collectives", "ipc_refused", "offload"],
             ["upload_ahead", "arena_bytes", "precision"],
             ["seed", "first_samples", "spilled_activation_bytes"],
-            ["spilled_activation_bytes", "image_bytes", "resume"],
+            ["image_bytes", "boundary_bytes", "resume"],
         ] {
             assert!(all.contains(&&found[..]), "{found:?} in {keys:?}");
         }
