@@ -1,10 +1,13 @@
 //! The interface between a model's forward and backward code and the engine.
 
+use crate::comm::mesh::{Coordinates, Neighbor};
 use crate::error::EngineError;
 use crate::offload::activations::Activations;
+use crate::plan::PassKind;
 pub use crate::plan::Phase;
 use crate::spec::{ParamId, UnitId};
 use kernels::{Backend, Tensor};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Interface through which a model's forward and backward code reads weights and hands over gradients.
@@ -52,6 +55,55 @@ pub trait ParamAccess {
     fn recomputes_input(&self, _unit: UnitId) -> bool {
         false
     }
+
+    /// The pipeline stage through which passes transfer values; `None` if this rank has all units.
+    fn pipeline(&self) -> Option<&dyn PipelineStage> {
+        None
+    }
+
+    /// Indices of the units that this pipeline stage has; `None` if it has all units.
+    fn own_units(&self) -> Option<Range<u32>> {
+        None
+    }
+}
+
+/// Value that crosses the boundary between two pipeline stages: an activation, or the gradient of one.
+#[derive(Clone, Debug)]
+pub struct BoundaryTensor {
+    /// Index of the value among the outputs of the pass's segments, equal on all stages.
+    pub index: u32,
+    /// Whether the value depends on a trainable parameter, so that its sender expects a gradient.
+    pub wants_gradient: bool,
+    /// The value.
+    pub value: Tensor,
+}
+
+/// One pipeline stage of a model: passes through its units, and transfers to the neighboring stages.
+pub trait PipelineStage: ParamAccess {
+    /// Position of this rank among stages and data-parallel ranks.
+    fn coordinates(&self) -> Coordinates;
+
+    /// Starts a pass through the units of this stage.
+    fn begin(&self, kind: PassKind);
+
+    /// Ends the pass: takes part in the collectives of units that this rank did not lease. A backward pass ends a
+    /// micro-batch.
+    ///
+    /// # Errors
+    /// When communication fails.
+    fn end(&self, kind: PassKind) -> Result<(), EngineError>;
+
+    /// Sends values to a neighbor.
+    ///
+    /// # Errors
+    /// When communication fails.
+    fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<(), EngineError>;
+
+    /// Receives the values that a neighbor sends next.
+    ///
+    /// # Errors
+    /// When communication or memory fails.
+    fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>, EngineError>;
 }
 
 /// Owner of leases, usually the engine. A [`Lease`] keeps the gathered weights of a unit readable, and

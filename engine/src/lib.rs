@@ -87,15 +87,15 @@ mod timing;
 pub mod trace;
 mod zero;
 
-pub use access::{Lease, LeaseOwner, ParamAccess, Phase};
+pub use access::{BoundaryTensor, Lease, LeaseOwner, ParamAccess, Phase, PipelineStage};
 pub use dry_run::DryRun;
 pub use error::EngineError;
 pub use offload::{Activations, Region, Saved, Spill, Tiers, spill};
 pub use optim::Precision;
 pub use optim::clip::{NORM_BLOCK_ELEMS, sum_of_squares};
 pub use plan::{
-    DeviceTransport, GradDtype, Offload, OptimizerInBackward, PassKind, Plan, Stage, StateKind,
-    Tier, ZeroConfig,
+    DeviceTransport, GradDtype, Offload, OptimizerInBackward, PassKind, Plan, Slice, Stage,
+    StateKind, Tier, ZeroConfig,
 };
 pub use spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 pub use step::OptimizerConfig;

@@ -53,6 +53,17 @@ pub enum ModelError {
     /// Backward began at a value that depends on nothing trainable.
     #[error("the value does not depend on any trainable parameter or leaf")]
     NoGradient,
+    /// The caller of a pipeline schedule has no further micro-batch.
+    #[error("a micro-batch of the optimizer step is missing")]
+    NoBatch,
+    /// A segment reads a value of another pipeline stage that was not sent.
+    #[error("unit {unit:?} reads output {output} of another pipeline stage, which was not sent")]
+    NotReceived {
+        /// The unit of the segment.
+        unit: UnitId,
+        /// Index of the value among the outputs of the pass's segments.
+        output: u32,
+    },
     /// A configuration field has a value this model cannot run with.
     #[error("model configuration: {field} is {value}: {reason}")]
     Config {

@@ -47,6 +47,7 @@ pub mod packing;
 pub mod params;
 mod parquet;
 mod pieces;
+pub mod pipeline;
 pub mod places;
 pub mod processor;
 pub mod sat;

@@ -19,7 +19,7 @@ const ENGINE: &[Row] = &[
     ("error", "checkpoint comm plan spec"),
     ("timing", "plan"),
     ("offload", "error plan sync timing trace"),
-    ("access", "error offload plan spec"),
+    ("access", "comm error offload plan spec"),
     ("step", "comm error offload plan spec trace"),
     (
         "store",

@@ -69,6 +69,30 @@ pub enum CommError {
         /// Number of ranks in the world.
         size: usize,
     },
+    /// The number of pipeline stages does not divide the number of ranks.
+    #[error("{size} ranks cannot be divided into {stages} pipeline stages")]
+    InvalidMesh {
+        /// Number of ranks in the world.
+        size: usize,
+        /// Number of pipeline stages.
+        stages: usize,
+    },
+    /// A transfer to a neighbor that the pipeline stage does not have.
+    #[error("pipeline stage {stage} of {stages} has no neighbor in that direction")]
+    NoNeighbor {
+        /// Index of the pipeline stage.
+        stage: usize,
+        /// Number of pipeline stages.
+        stages: usize,
+    },
+    /// A transfer between pipeline stages has more values than its description holds.
+    #[error("{values} values cross a boundary between pipeline stages, at most {most} can")]
+    TooManyValues {
+        /// Number of values.
+        values: usize,
+        /// Largest number of values.
+        most: usize,
+    },
     /// The tag's name is longer than a fingerprint can hold.
     #[error("tag name `{name}` is longer than {} bytes", Tag::MAX_NAME_BYTES)]
     TagTooLong {

@@ -19,6 +19,7 @@ pub(crate) mod dry;
 mod endpoint;
 mod error;
 mod fingerprint;
+pub mod mesh;
 mod mirror;
 #[cfg(feature = "mpi")]
 pub mod mpi;

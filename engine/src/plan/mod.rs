@@ -10,6 +10,7 @@ mod memory;
 mod optimizer_overlap;
 mod recompute;
 mod schedule;
+mod slice;
 mod spill;
 
 pub use formats::Formats;
@@ -21,6 +22,7 @@ pub(crate) use optimizer_overlap::JOBS;
 pub use optimizer_overlap::OptimizerInBackward;
 pub use schedule::{Entry, PassKind, Phase};
 pub(crate) use schedule::{Pass, Visit};
+pub use slice::Slice;
 
 use crate::spec::{ModelSpec, ParamId, UnitId};
 use kernels::DType;
@@ -199,6 +201,9 @@ pub struct ZeroConfig {
     /// ranks.
     #[serde(default)]
     pub shard_group: Option<usize>,
+    /// Division of the units among pipeline stages, and the stage of this rank. `None`: every rank has all units.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slice: Option<Slice>,
     /// Memory tier (device, host or disk) of each kind of state.
     pub offload: Offload,
     /// Transport of weights and gradients between the discrete devices (GPUs) of the ranks.
@@ -271,6 +276,7 @@ impl Default for ZeroConfig {
             precision: Precision::F32,
             grad_dtype: None,
             shard_group: None,
+            slice: None,
             offload: Offload::default(),
             device_transport: DeviceTransport::Host,
             prefetch_units: 1,
@@ -326,6 +332,18 @@ pub enum PlanError {
         /// Indices of the group's first unit and of the unit after its last.
         group: Range<u32>,
     },
+    /// The pipeline stages do not divide the units, or this rank's stage does not exist.
+    #[error(
+        "{units} units cannot be divided into pipeline stages of {counts:?} units, of which this is number {stage}"
+    )]
+    Slice {
+        /// Number of units of the model.
+        units: usize,
+        /// Number of units of each pipeline stage.
+        counts: Vec<u32>,
+        /// Index of this rank's pipeline stage.
+        stage: usize,
+    },
     /// Two parameters share a name.
     #[error("two parameters are called {name}")]
     DuplicateName {
@@ -342,13 +360,18 @@ pub struct Plan {
     config: ZeroConfig,
     world_size: usize,
     units: Vec<UnitPlan>,
+    /// Units of this rank's pipeline stage. The units of other stages are empty in `units`.
+    own: Range<u32>,
+    /// Recompute groups, cut at the borders of the pipeline stage.
+    recomputed: Vec<Range<u32>>,
     first_element: Vec<u64>,
     /// By unit: whether it is updated in backward.
     early: Vec<bool>,
+    hash: String,
 }
 
 impl Plan {
-    /// Makes the plan for the model `spec` on `world_size` ranks.
+    /// Makes the plan for the model `spec` on `world_size` data-parallel ranks.
     ///
     /// # Errors
     /// When the model's declaration or the settings are inconsistent.
@@ -396,16 +419,21 @@ impl Plan {
                 first
             })
             .collect();
-        let units = plan_units(&spec, shards, config.states_in_blocks);
+        let hash = slice::hash(&spec, &config, world_size);
+        let mut units = plan_units(&spec, shards, config.states_in_blocks);
         recompute::check(&config.recomputed, &units)?;
+        let (own, recomputed) = slice::cut(&config, &mut units)?;
         let early = optimizer_overlap::chosen(&config, world_size, &units);
         Ok(Self {
             spec,
             config,
             world_size,
             units,
+            own,
+            recomputed,
             first_element,
             early,
+            hash,
         })
     }
 
@@ -421,7 +449,7 @@ impl Plan {
         &self.config
     }
 
-    /// Number of ranks for which the plan was made.
+    /// Number of data-parallel ranks for which the plan was made.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.world_size
@@ -440,7 +468,8 @@ impl Plan {
         rank % self.shards()
     }
 
-    /// Layouts of all units, in forward order: the offsets of their parameters and shards in flat buffers.
+    /// Layouts of all units, in forward order: the offsets of their parameters and shards in flat buffers. The units of
+    /// other pipeline stages are empty.
     #[must_use]
     pub fn units(&self) -> &[UnitPlan] {
         &self.units
@@ -463,24 +492,22 @@ impl Plan {
     /// or backward).
     #[must_use]
     pub fn schedule(&self, kind: PassKind) -> Vec<Entry> {
-        schedule::schedule(&self.units, &self.config.recomputed, kind)
+        schedule::schedule(&self.units, &self.own, &self.recomputed, kind)
     }
 
     /// Whether backward recomputes the input of `unit` from an earlier unit's input instead of loading a
     /// saved one.
     #[must_use]
     pub fn recomputes_input(&self, unit: UnitId) -> bool {
-        let groups = &self.config.recomputed;
+        let groups = &self.recomputed;
         let inner = |group: &Range<u32>| group.start < unit.0 && unit.0 < group.end;
         groups.iter().any(inner)
     }
 
-    /// Hash of model, settings and world size (BLAKE3, 16 hex digits), by which ranks check that their plans
-    /// agree.
+    /// Hash of model, settings, division into pipeline stages and world size (BLAKE3, 16 hex digits), by which ranks
+    /// check that their plans agree. All pipeline stages have the same one.
     #[must_use]
     pub fn hash(&self) -> String {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(format!("{:?}{:?}{}", self.spec, self.config, self.world_size).as_bytes());
-        hasher.finalize().to_hex()[..16].to_string()
+        self.hash.clone()
     }
 }

@@ -33,6 +33,10 @@ impl Phase {
 pub enum PassKind {
     /// Forward and backward of one micro-batch.
     Train,
+    /// Forward of one micro-batch, whose backward is a pass of its own: a pipeline stage runs other passes in between.
+    Forward,
+    /// Backward of one micro-batch after its pass of kind [`PassKind::Forward`].
+    Backward,
     /// Forward only: evaluation, generation, export.
     Infer,
 }
@@ -137,19 +141,20 @@ impl Pass {
     }
 }
 
-/// Forward, then backward. Before the backward of a recompute group, all its units but the last run forward again.
+/// Entries for the units `own`: forward, then backward. Before the backward of a recompute group, all its units but the last run forward again.
 pub(super) fn schedule(
     units: &[UnitPlan],
+    own: &Range<u32>,
     recomputed: &[Range<u32>],
     kind: PassKind,
 ) -> Vec<Entry> {
     let entry = |unit, phase| Entry { unit, phase };
-    let mut entries: Vec<Entry> = units
-        .iter()
-        .map(|unit| entry(unit.id, Phase::Forward))
-        .collect();
+    let units = &units[own.start as usize..own.end as usize];
+    let forward = units.iter().filter(|_| kind != PassKind::Backward);
+    let mut entries: Vec<Entry> = forward.map(|unit| entry(unit.id, Phase::Forward)).collect();
     let backward = units.iter().rev().filter(|unit| unit.needs_backward);
-    for unit in backward.filter(|_| kind == PassKind::Train) {
+    let trains = matches!(kind, PassKind::Train | PassKind::Backward);
+    for unit in backward.filter(|_| trains) {
         let group = recomputed.iter().find(|group| group.end == unit.id.0 + 1);
         let again = group.map_or(0..0, |group| group.start..unit.id.0);
         entries.extend(again.map(|unit| entry(UnitId(unit), Phase::Recompute)));

@@ -1,13 +1,15 @@
 //! [`Zero`]: model states of one rank under ZeRO, as passes and the training loop use them.
 
 mod device;
+mod pipeline;
 mod snapshot;
 mod step;
 mod update;
 
 pub use snapshot::check_trained;
 
-use crate::access::{Lease, LeaseOwner, ParamAccess};
+use crate::access::{Lease, LeaseOwner, ParamAccess, PipelineStage};
+use crate::comm::mesh::Mesh;
 use crate::comm::{Communicator, Tag as CommTag};
 use crate::error::EngineError;
 use crate::offload::activations::Activations;
@@ -69,6 +71,8 @@ type Uploaded = (UnitId, Vec<(ParamId, Tensor)>);
 /// an update, [`Zero::step`] applies it.
 pub struct Zero {
     plan: Arc<Plan>,
+    mesh: Mesh,
+    /// Communicator of the data-parallel ranks of this pipeline stage.
     comm: Arc<dyn Communicator>,
     backend: Arc<dyn Backend>,
     optimizer: Arc<OptimizerConfig>,
@@ -113,7 +117,7 @@ impl std::fmt::Debug for Zero {
 
 impl Zero {
     /// Allocates this rank's weights, gradients and optimizer states, all zero; [`Zero::load`] fills the
-    /// weights. It first compares the hash of the plan between the ranks.
+    /// weights. It first compares the hash of the plan between the ranks. All ranks of `comm` are data-parallel.
     ///
     /// # Errors
     /// [`EngineError::PlanDiffers`] if the ranks' plans differ; other errors if memory, a disk or a device is
@@ -125,7 +129,22 @@ impl Zero {
         tiers: Tiers,
         optimizer: OptimizerConfig,
     ) -> Result<Self> {
-        compare_plans(&plan, &*comm)?;
+        Self::in_mesh(plan, comm.into(), backend, tiers, optimizer)
+    }
+
+    /// As [`Zero::new`], for a rank of a mesh of pipeline stages ([`ZeroConfig::slice`](crate::ZeroConfig::slice)).
+    ///
+    /// # Errors
+    /// As [`Zero::new`].
+    pub fn in_mesh(
+        plan: Arc<Plan>,
+        mesh: Mesh,
+        backend: Arc<dyn Backend>,
+        tiers: Tiers,
+        optimizer: OptimizerConfig,
+    ) -> Result<Self> {
+        compare_plans(&plan, &**mesh.world())?;
+        let comm = mesh.data().clone();
         let tiers = tiers.on(&backend);
         let device = if plan.devices_talk() {
             let (backend, how) = (backend.clone(), How::of(&plan));
@@ -163,6 +182,7 @@ impl Zero {
         let exchange = step::Exchange::new(&plan);
         Ok(Self {
             plan,
+            mesh,
             comm,
             backend,
             optimizer: Arc::new(optimizer),
@@ -205,7 +225,13 @@ impl Zero {
         &self.plan
     }
 
-    /// Communicator through which this rank runs its collectives.
+    /// Communicators of this rank's mesh of pipeline stages.
+    #[must_use]
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// Communicator of the data-parallel ranks, through which this rank runs its collectives.
     #[must_use]
     pub fn comm(&self) -> &Arc<dyn Communicator> {
         &self.comm
@@ -349,7 +375,7 @@ impl Zero {
     /// the same kind.
     pub fn begin_pass(&self, kind: PassKind) {
         self.leased.set(None);
-        self.trains.set(kind == PassKind::Train);
+        self.trains.set(kind != PassKind::Infer);
         // A failed pass may have left these.
         self.uploaded.take();
         self.prefetched.borrow_mut().clear();
@@ -424,6 +450,9 @@ impl Zero {
         visits: Visit,
         mut visit: impl FnMut(ParamId, &Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
+        if self.mesh.coordinates().stages > 1 {
+            return self.visit_stages(visits, visit);
+        }
         self.leased.set(None);
         self.trains.set(false);
         let mut store = self.store.borrow_mut();
@@ -485,7 +514,7 @@ impl Zero {
     #[must_use]
     pub fn times(&self) -> Times {
         Times {
-            communication: self.comm.time_spent(),
+            communication: self.mesh.time_spent(),
             offload: self.store.borrow().copy_time()
                 + self
                     .activations
@@ -644,6 +673,14 @@ impl ParamAccess for Zero {
 
     fn recomputes_input(&self, unit: UnitId) -> bool {
         self.plan.recomputes_input(unit)
+    }
+
+    fn pipeline(&self) -> Option<&dyn PipelineStage> {
+        (self.mesh.coordinates().stages > 1).then_some(self)
+    }
+
+    fn own_units(&self) -> Option<Range<u32>> {
+        (self.plan.stages() > 1).then(|| self.plan.own_units())
     }
 }
 

@@ -170,7 +170,8 @@ impl Zero {
 
     fn sum_totals(&self) -> Result<Totals> {
         let own = [self.totals.loss_sum, self.totals.supervised as f64];
-        let all = self.comm.all_gather_f64(&own, CommTag::new("totals", 0))?;
+        let world = self.mesh.world();
+        let all = world.all_gather_f64(&own, CommTag::new("totals", 0))?;
         Ok(Totals {
             loss_sum: all.iter().map(|r| r[0]).sum(),
             supervised: all.iter().map(|r| r[1] as u64).sum(),
@@ -209,14 +210,12 @@ impl Zero {
                 all[place].1 = squares;
             }
         }
-        self.non_finite = None;
-        let mut own = 0.0;
-        for (unit, squares) in all {
-            if !squares.is_finite() {
-                self.non_finite = Some(unit);
-            }
-            own += squares;
+        let non_finite = all.iter().rfind(|(_, squares)| !squares.is_finite());
+        self.non_finite = non_finite.map(|(unit, _)| *unit);
+        if self.mesh.coordinates().stages > 1 {
+            return self.sum_over_stages(&all);
         }
+        let own: f64 = all.iter().fold(0.0, |sum, (_, squares)| sum + squares);
         let all = self.comm.all_gather_f64(&[own], CommTag::new("norm", 0))?;
         // Other shard groups have the same sums.
         let shards = all.iter().take(self.plan.shards());

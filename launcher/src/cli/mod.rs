@@ -255,6 +255,19 @@ pub struct Args {
     /// The default on GPUs is one rank per visible GPU.
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub nproc: Option<usize>,
+    /// Pipeline stages that divide the layers (MP_SIZE)
+    ///
+    /// Each stage is a rank; the other factor of the ranks is data parallelism: --nproc 4 --mp-size 2 trains two copies of the model, each on two ranks. Losses and gradient norms in f32 are the bits of a run with --mp-size 1.
+    #[arg(long, value_name = "M", help_heading = "Memory and ranks")]
+    pub mp_size: Option<usize>,
+    /// Units of each pipeline stage, such as 20,15; the default balances the stages
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "A,B,…",
+        help_heading = "Memory and ranks"
+    )]
+    pub mp_split: Option<Vec<u32>>,
     /// Machines of the run, as `host slots=N` lines; run the same command on each
     #[arg(long, value_name = "FILE", help_heading = "Memory and ranks")]
     pub hostfile: Option<PathBuf>,
@@ -683,7 +696,7 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 30] = [
+pub const ALIASES: [(&str, &str); 32] = [
     ("model_name_or_path", "model"),
     ("tokenizer_name_or_path", "tokenizer"),
     ("tokenizer_name", "tokenizer"),
@@ -703,6 +716,8 @@ pub const ALIASES: [(&str, &str); 30] = [
     ("max_pixels", "image-max-pixels"),
     ("min_pixels", "image-min-pixels"),
     ("nproc_per_node", "nproc"),
+    ("model_parallel_size", "mp-size"),
+    ("pipeline_parallel_size", "mp-size"),
     ("auto_find_batch_size", "find-batch"),
     ("early_step", "optimizer-in-backward"),
     ("late_step", "optimizer-in-forward"),
@@ -926,7 +941,7 @@ mod tests {
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
              lora-target-modules loraplus-lr-ratio loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
-             model-max-length modules-to-save moments no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
+             model-max-length modules-to-save moments mp-size mp-split no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \
              save-total-limit seed shard-group skip-bad-samples strict-config template text-without-cross tokenizer tokens-per-batch trace-steps train train-on-turn-end tune-llm tune-vision use-lora use-rslora verify-gpu warmup-ratio \

@@ -40,6 +40,34 @@ impl FromStr for Hardware {
     }
 }
 
+/// Bytes per second, such as `12GB/s`: G and GB are powers of 10 here, as on data sheets; GiB are not.
+fn parse_rate(text: &str) -> Result<u64, Text> {
+    let number = text.trim();
+    let number = number.strip_suffix("/s").unwrap_or(number).trim();
+    let decimal = number.strip_suffix("GB").or(number.strip_suffix('G'));
+    let rate = match decimal {
+        Some(giga) => giga
+            .trim()
+            .parse::<f64>()
+            .ok()
+            .map(|giga| (giga * 1e9) as u64),
+        None => Some(parse_bytes(number)?),
+    };
+    rate.filter(|rate| *rate > 0).ok_or_else(|| {
+        text!(
+            "'{text}' is not a rate such as 12GB/s",
+            "'{text}' 不是 12GB/s 这样的速率"
+        )
+    })
+}
+
+fn parse_tflops(text: &str) -> Result<f64, Text> {
+    let number = text.trim().parse::<f64>().ok();
+    number
+        .filter(|number| number.is_finite() && *number > 0.0)
+        .ok_or_else(|| text!("'{text}' is not a positive number", "'{text}' 不是正数"))
+}
+
 /// What the user typed after `launcher plan`.
 #[derive(Debug, Clone, Default, PartialEq, Parser)]
 #[command(name = "launcher plan", version, max_term_width = 100)]
@@ -62,6 +90,15 @@ pub struct PlanArgs {
     /// List every ZeRO stage and offload tier, what it needs, and whether it fits
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
     pub matrix: Option<bool>,
+    /// Compare ZeRO stages, pipeline stages and quantization, with the estimated time of a step of each
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
+    pub propose: Option<bool>,
+    /// Bytes per second between two cards, such as 12GB/s, for --propose
+    #[arg(long, value_name = "BYTES/s", value_parser = parse_rate, requires = "propose", help_heading = "What to plan for")]
+    pub bus: Option<u64>,
+    /// Operations per second of a card in units of 10^12, for --propose
+    #[arg(long, value_name = "N", value_parser = parse_tflops, requires = "propose", help_heading = "What to plan for")]
+    pub tflops: Option<f64>,
     /// Print the plan as JSON with stable keys
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
     pub json: Option<bool>,
@@ -104,6 +141,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn rates_are_per_second_and_positive() {
+        assert_eq!(parse_rate("12GB/s"), Ok(12_000_000_000));
+        assert_eq!(parse_rate(" 1GiB/s "), Ok(1 << 30));
+        assert_eq!(parse_tflops("45"), Ok(45.0));
+        assert!(parse_rate("0GB/s").is_err() && parse_rate("fast").is_err());
+        assert!(parse_tflops("-1").is_err() && parse_tflops("inf").is_err());
+    }
+
+    #[test]
     fn hardware_is_a_count_of_devices_of_a_size() {
         let hardware = Hardware {
             devices: 2,
@@ -128,6 +174,17 @@ mod tests {
             .get_arguments()
             .filter_map(clap::Arg::get_long)
             .collect();
-        assert_eq!(own, ["hw", "ram", "nvme", "no-weights", "matrix", "json"]);
+        let expected = [
+            "hw",
+            "ram",
+            "nvme",
+            "no-weights",
+            "matrix",
+            "propose",
+            "bus",
+            "tflops",
+            "json",
+        ];
+        assert_eq!(own, expected);
     }
 }

@@ -234,6 +234,8 @@ fn unset(flag: &str) -> &'static str {
         "lora-layers" | "limit" => "all",
         "global-batch-size" => "what the two give",
         "find-batch" => "`false`",
+        "mp-size" => "`1`",
+        "mp-split" => "balanced",
         _ => "–",
     }
 }

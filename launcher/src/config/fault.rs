@@ -375,6 +375,19 @@ pub(crate) fn check_faults(config: &RunConfig, total_steps: u64) -> Result<(), F
                 .into(),
             );
         }
+        let stages = config.mp_size;
+        if fault.kind == FaultKind::Nan && fault.rank % stages + 1 < stages {
+            let cause = text!(
+                "only the last of {stages} pipeline stages has a loss",
+                "{stages} 个流水线段中只有最后一段计算损失"
+            );
+            let last = fault.rank / stages * stages + stages - 1;
+            return never(
+                fault,
+                cause,
+                text!("choose rank {last}", "请选择 rank {last}"),
+            );
+        }
         if fault.step > total_steps {
             let cause = text!(
                 "the run has {total_steps} steps",

@@ -17,6 +17,7 @@ mod offload;
 mod optimizer_in_backward;
 mod optimizer_in_forward;
 mod origin;
+mod pipeline;
 mod prefetch_weights;
 mod quantize;
 mod run_plan;
@@ -340,6 +341,12 @@ pub struct RunConfig {
     /// Number of ranks over all machines.
     #[serde(rename = "nproc")]
     pub world_size: usize,
+    /// Number of pipeline stages that divide the layers; it divides the number of ranks.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub mp_size: usize,
+    /// Number of units of each pipeline stage, as requested. `None`: balanced by planning.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mp_split: Option<Vec<u32>>,
     /// Number of ranks on this machine; `None` means that all ranks are on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks_here: Option<usize>,
@@ -436,12 +443,22 @@ const fn one() -> usize {
     1
 }
 
+/// Whether a count is the default of 1; serde passes a reference.
+const fn is_one(count: &usize) -> bool {
+    *count == 1
+}
+
 impl RunConfig {
+    /// Number of data-parallel ranks: ranks that train on samples of their own.
+    pub const fn data_ranks(&self) -> usize {
+        self.world_size / self.mp_size
+    }
+
     /// Ranks per shard group. `None` if all ranks form one group. A run that continues with a number of ranks that
     /// the group size does not divide also has one group.
     pub(crate) fn shard_groups(&self) -> Option<usize> {
         let divide =
-            |ranks: &usize| *ranks < self.world_size && self.world_size.is_multiple_of(*ranks);
+            |ranks: &usize| *ranks < self.data_ranks() && self.data_ranks().is_multiple_of(*ranks);
         self.shard_group.filter(divide)
     }
 
@@ -452,12 +469,12 @@ impl RunConfig {
 
     /// Samples per optimizer update over all ranks.
     pub const fn global_batch(&self) -> usize {
-        self.batch.micro_batch * self.batch.accumulation_steps * self.world_size
+        self.batch.micro_batch * self.batch.accumulation_steps * self.data_ranks()
     }
 
     /// Micro-batches per optimizer update over all ranks.
     pub const fn micro_batches(&self) -> usize {
-        self.batch.accumulation_steps * self.world_size
+        self.batch.accumulation_steps * self.data_ranks()
     }
 
     /// Factor on every learning rate, from `lr_scale` and the number of micro-batches per update.

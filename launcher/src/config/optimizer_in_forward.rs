@@ -54,7 +54,7 @@ impl RunConfig {
         }
         match self.zero {
             3 => None,
-            _ if self.world_size == 1 => None,
+            _ if self.data_ranks() == 1 => None,
             0 if self.precision != super::PrecisionChoice::PureBf16 => None,
             _ => Some(both(
                 "below stage 3, ranks gather the updated weights before the next pass",

@@ -39,6 +39,9 @@ pub(crate) struct Found {
     /// Most bytes that the decoding of one image takes; 0 without images. `None`: the images are not known.
     #[serde(default)]
     pub(crate) image_bytes: Option<u64>,
+    /// Most bytes that cross each boundary between pipeline stages at once, in one direction. Empty without stages.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) boundary_bytes: Vec<u64>,
     /// What the run trains on. `None` in plans of earlier versions.
     #[serde(default)]
     pub(crate) origin: Option<Origin>,
@@ -193,12 +196,13 @@ impl RunPlan {
 }
 
 /// Position of the fields of [`Found`] in the file, as (preceding key of the configuration, field), in file order.
-const PLACES: [(&str, &str); 7] = [
+const PLACES: [(&str, &str); 8] = [
     ("collectives", "ipc_refused"),
     ("upload_ahead", "arena_bytes"),
     ("seed", "first_samples"),
     ("seed", "spilled_activation_bytes"),
     ("seed", "image_bytes"),
+    ("seed", "boundary_bytes"),
     ("resume_anyway", "origin"),
     ("resume_anyway", "resumed_anyway"),
 ];
@@ -215,7 +219,9 @@ impl Serialize for RunPlan {
         for (key, value) in &object(serde_json::to_value(&self.config))? {
             map.serialize_entry(key, value)?;
             for (_, own) in PLACES.iter().filter(|(before, _)| before == key) {
-                map.serialize_entry(own, &found[*own])?;
+                if let Some(value) = found.get(*own) {
+                    map.serialize_entry(own, value)?;
+                }
             }
         }
         map.end()
@@ -241,6 +247,7 @@ mod tests {
             first_samples: vec![3, 1],
             spilled_activation_bytes: 9,
             image_bytes: Some(11),
+            boundary_bytes: vec![13],
             origin: Some(Origin::default()),
             resumed_anyway: vec!["--lora-alpha".to_owned()],
         })
@@ -256,7 +263,7 @@ mod tests {
             ["collectives", "ipc_refused", "offload"],
             ["upload_ahead", "arena_bytes", "precision"],
             ["seed", "first_samples", "spilled_activation_bytes"],
-            ["spilled_activation_bytes", "image_bytes", "resume"],
+            ["image_bytes", "boundary_bytes", "resume"],
         ] {
             assert!(all.contains(&&found[..]), "{found:?} in {keys:?}");
         }

@@ -80,7 +80,7 @@ impl Sampler {
         let mix = set.mix();
         let sizes = SamplerSizes {
             samples: mix.per_epoch(),
-            world_size: config.world_size,
+            world_size: config.data_ranks(),
             micro_batch: config.batch.micro_batch,
             accumulation_steps: config.batch.accumulation_steps,
         };

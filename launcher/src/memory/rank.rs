@@ -70,6 +70,9 @@ pub struct RankMemory {
     pub peak: RankPeak,
     /// Planned peak resident bytes of each rank's process, indexed by rank.
     pub resident_by_rank: Vec<u64>,
+    /// Most bytes that cross each boundary between pipeline stages at once, in one direction. Empty without stages.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub boundary_bytes: Vec<u64>,
 }
 
 /// Memory in bytes that a dry run of one rank counted. The peaks of [`RankMemory`] are computed from it.
@@ -117,6 +120,25 @@ impl RankMemory {
             },
             resident_by_rank: mapped.into_iter().map(|m| touched + host + m).collect(),
             phases,
+            boundary_bytes: Vec::new(),
+        }
+    }
+
+    /// Memory of a rank of a run with pipeline stages, from that of a rank of each stage: the figures of the stage that
+    /// needs the most device and host memory. Rank numbers count stages first.
+    pub(crate) fn of_stages(stages: Vec<Self>, boundary_bytes: Vec<u64>) -> Self {
+        let data_ranks = stages
+            .first()
+            .map_or(0, |stage| stage.resident_by_rank.len());
+        let ranks = (0..data_ranks).flat_map(|data| stages.iter().map(move |stage| (data, stage)));
+        let resident_by_rank = ranks.map(|(data, stage)| stage.resident_by_rank[data]);
+        let resident_by_rank = resident_by_rank.collect();
+        let need = |stage: &Self| stage.peak.device + stage.peak.host;
+        let most = stages.into_iter().max_by_key(need).unwrap_or_default();
+        Self {
+            resident_by_rank,
+            boundary_bytes,
+            ..most
         }
     }
 

@@ -8,4 +8,5 @@ pub(crate) mod optimizer;
 pub(crate) mod quantize;
 pub(crate) mod setup;
 pub(crate) mod split;
+pub(crate) mod stages;
 pub(crate) mod stored;

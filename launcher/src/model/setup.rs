@@ -2,7 +2,7 @@
 
 use super::adapter::{check_shapes, check_trained, open_adapter};
 use super::optimizer::rule;
-use super::quantize;
+use super::{quantize, stages};
 use crate::config::{
     Collectives, GradDtype, InitChoice, PrecisionChoice, RopeChoice, RunConfig, RunPlan, Task,
     Tier, check_family,
@@ -12,7 +12,8 @@ use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::ui::Event;
 use engine::{
-    DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Stage, UnitId, ZeroConfig,
+    DeviceTransport, Offload, OptimizerInBackward, Plan, Precision, Slice, Stage, UnitId,
+    ZeroConfig,
 };
 use kernels::Backend;
 use models::ModelError;
@@ -137,6 +138,7 @@ impl Setup {
         rest.and_then(index).is_some_and(|layer| layer == layers)
     }
 
+    /// Plan of the run; with pipeline stages, that of the first one.
     pub(crate) fn plan(&self, config: &RunPlan) -> Result<Plan, Failure> {
         plan_of(config, &*self.model)
     }
@@ -228,15 +230,27 @@ pub(crate) fn replan(config: &RunPlan) -> Result<(Arc<dyn VisionLanguageModel>, 
 }
 
 fn plan_of(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Plan, Failure> {
-    let zero = zero_config(config, model)?;
+    let mut zero = zero_config(config, model)?;
+    if config.mp_size > 1 {
+        let counts = stages::counts(config, model, &zero)?;
+        zero.slice = Some(Slice { counts, stage: 0 });
+    }
     let mut spec = model.spec().clone();
     if config.task == Task::Answer {
         spec.params
             .iter_mut()
             .for_each(|param| param.trainable = false);
     }
-    Plan::new(spec, zero, config.world_size)
+    Plan::new(spec, zero, config.data_ranks())
         .map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))
+}
+
+/// Costs of the model's units in one step, by which pipeline stages are balanced.
+pub(crate) fn unit_costs(
+    config: &RunPlan,
+    model: &dyn VisionLanguageModel,
+) -> Result<Vec<stages::Cost>, Failure> {
+    stages::costs(config, model, &zero_config(config, model)?)
 }
 
 pub(crate) fn precision(config: &RunConfig) -> Precision {

@@ -2,6 +2,7 @@
 
 use super::fixed::{self, Fixed};
 use super::memory_plans::{self, MemoryPlans};
+use super::stages::{StageRun, Transfer};
 use crate::config::{RunConfig, RunGpu, RunPlan, Task};
 use crate::device;
 use crate::error::failures::unusable;
@@ -11,13 +12,14 @@ use crate::memory::{Footprint, Kinds, Phase, PhaseBytes, RankMemory};
 use crate::model::optimizer::rule;
 use crate::model::setup::{dropout, keeps, shapes};
 use engine::comm::WindowBytes;
-use engine::{DryRun, EngineError, ParamAccess, PassKind, Plan};
+use engine::{DryRun, EngineError, ParamAccess, PassKind, PipelineStage, Plan};
 use kernels::{Backend, KernelList, MemoryPlan, PoolStats, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, dry_run_answers};
+use models::pipeline::{self, MicroBatch, Point, Schedule1F1B};
 use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -51,8 +53,11 @@ pub(crate) fn dry_run(
     plan: &Arc<Plan>,
     work: &Work<'_>,
 ) -> Result<RankMemory, Failure> {
+    let failed = |e: ModelError| failures::model(both("plan memory", "计划内存"), &e);
+    if plan.stages() > 1 {
+        return of_stages(config, model, plan, work).map_err(failed);
+    }
     let count = |devices: Option<[Arc<dyn Backend>; 2]>| -> Result<RankMemory, Failure> {
-        let failed = |e: ModelError| failures::model(both("plan memory", "计划内存"), &e);
         let mut run = Run::new(config, model, plan, work, devices).map_err(failed)?;
         run.all().map_err(failed)?;
         Ok(run.memory())
@@ -169,6 +174,42 @@ pub(crate) fn micro_batch(
     Ok(dry_run.end_pass()?)
 }
 
+/// Peak memory of the ranks of all pipeline stages of `plan`. The stages run one after the other, each with the values that
+/// cross the boundary to it.
+fn of_stages(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    plan: &Arc<Plan>,
+    work: &Work<'_>,
+) -> Result<RankMemory, ModelError> {
+    let (mut memories, mut boundaries) = (Vec::new(), Vec::<u64>::new());
+    let mut transfers = Vec::new();
+    for stage in 0..plan.stages() {
+        let plan = plan.at_stage(stage).map_err(EngineError::from)?;
+        let plan = Arc::new(plan);
+        let mut run = Run::new(config, model, &plan, work, None)?;
+        run.stage = Some(StageRun::new(stage, &plan, transfers));
+        run.all()?;
+        let next = run.stage.take().map(StageRun::sent).unwrap_or_default();
+        let mut memory = run.memory();
+        let sent = next.iter().map(Transfer::bytes).max().unwrap_or(0);
+        // A rank has a region for each direction of its two links.
+        let links = 2 * (boundaries.last().copied().unwrap_or(0) + sent);
+        memory.peak.window += links;
+        memory.peak.resident += links;
+        memory.peak.resident_window += links;
+        for bytes in &mut memory.resident_by_rank {
+            *bytes += links;
+        }
+        boundaries.push(sent);
+        memories.push(memory);
+        transfers = next;
+    }
+    // Nothing crosses after the last stage.
+    boundaries.pop();
+    Ok(RankMemory::of_stages(memories, boundaries))
+}
+
 /// Dry run of an evaluation: the loss of `samples` in one pass, if there are any, and answers to `prompts`.
 ///
 /// # Errors
@@ -199,6 +240,8 @@ struct Run<'a> {
     dry_run: DryRun,
     /// Memory plan of a micro-batch. `None` on the CPU.
     memory_plan: Option<Arc<MemoryPlan>>,
+    /// The pipeline stage. `None` if the rank has all units.
+    stage: Option<StageRun>,
     phases: BTreeMap<Phase, PhaseBytes>,
     /// Peak host bytes outside the memory pools so far.
     beside: Cell<u64>,
@@ -226,6 +269,7 @@ impl<'a> Run<'a> {
         };
         Ok(Self {
             memory_plan,
+            stage: None,
             config,
             model,
             work,
@@ -243,8 +287,12 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         for _ in 0..2 {
-            for _ in 0..self.config.batch.accumulation_steps.min(2) {
-                self.micro_batch()?;
+            if self.stage.is_some() {
+                self.train_stage()?;
+            } else {
+                for _ in 0..self.config.batch.accumulation_steps.min(2) {
+                    self.micro_batch()?;
+                }
             }
             self.dry_run.take_step()?;
             self.mark(Phase::Step);
@@ -284,10 +332,67 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    /// Dry run of the micro-batches of one update on a pipeline stage, as many as are alive at once and one more.
+    fn train_stage(&mut self) -> Result<(), ModelError> {
+        let (config, model) = (self.config, self.model);
+        let samples: Vec<SampleInput<'_>> = self.work.train.iter().map(SampleInput::from).collect();
+        let keep = |unit| keeps(config, model, unit);
+        let micro_batches = config.batch.accumulation_steps.min(config.mp_size + 1);
+        let schedule = Schedule1F1B {
+            model,
+            stored: &keep,
+            factor: 1.0,
+            micro_batches,
+        };
+        let peaks = RefCell::new(Vec::new());
+        if let Some(stage) = &self.stage {
+            let stage = stage.on(&self.dry_run);
+            let backend: &dyn Backend = &**self.dry_run.backend();
+            let mut next = |_: usize| {
+                let keys = vec![0; samples.len()];
+                Ok(MicroBatch {
+                    batch: model.collate(&samples, backend)?,
+                    dropout: dropout(config, &keys, &samples, backend)?,
+                })
+            };
+            schedule.run(&stage, &mut next, &mut |_, point| {
+                let phase = match point {
+                    Point::Forward => Phase::Forward,
+                    Point::Backward => Phase::Backward,
+                };
+                peaks.borrow_mut().push((phase, self.moment(phase)));
+            })?;
+        }
+        for (phase, moment) in peaks.into_inner() {
+            self.phases.entry(phase).or_default().raise(moment);
+        }
+        Ok(())
+    }
+
+    /// Dry run of an evaluation on a pipeline stage.
+    fn evaluate_stage(&self, held_out: &HeldOut<'_>, stage: &StageRun) -> Result<(), ModelError> {
+        let samples: Vec<SampleInput<'_>> =
+            held_out.longest.iter().map(SampleInput::from).collect();
+        let on = stage.on(&self.dry_run);
+        on.begin(PassKind::Infer);
+        let batch = self.model.collate(&samples, &**self.dry_run.backend())?;
+        drop(pipeline::forward(self.model, &on, &batch)?);
+        drop(batch);
+        on.end(PassKind::Infer)?;
+        let begin = || on.begin(PassKind::Infer);
+        let end = || Ok(on.end(PassKind::Infer)?);
+        dry_run_answers(self.model, &on, &held_out.prompts, &begin, &end)
+    }
+
     fn evaluate(&mut self) -> Result<(), ModelError> {
         let Some(held_out) = &self.work.held_out else {
             return Ok(());
         };
+        if let Some(stage) = &self.stage {
+            self.evaluate_stage(held_out, stage)?;
+            self.mark(Phase::Eval);
+            return Ok(());
+        }
         answer(
             self.model,
             &self.dry_run,

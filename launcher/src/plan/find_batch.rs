@@ -22,7 +22,7 @@ pub(crate) fn line(config: &RunConfig) -> Event {
             "每个 rank 最多 {} 个 token × 累积 {} 次 × {} 个 rank = 每次更新最多 {} 个 token · 学习率 {:.1e}",
             grouped(tokens as u64),
             batch.accumulation_steps,
-            config.world_size,
+            config.data_ranks(),
             grouped((tokens * config.micro_batches()) as u64),
             config.peak_lr(),
         ),
@@ -31,7 +31,7 @@ pub(crate) fn line(config: &RunConfig) -> Event {
             "每个 rank {} × 累积 {} 次 × {} 个 rank = 每次更新 {} 个样本 · 学习率 {:.1e}",
             batch.micro_batch,
             batch.accumulation_steps,
-            config.world_size,
+            config.data_ranks(),
             grouped(config.global_batch() as u64),
             config.peak_lr(),
         ),
@@ -65,7 +65,7 @@ pub(crate) fn find(
     let most = train
         .samples
         .len()
-        .div_ceil(config.world_size)
+        .div_ceil(config.data_ranks())
         .min(MAX_MICRO_BATCH);
     let candidates: Vec<usize> = (1..=most).filter(|n| goes_in(config, *n)).collect();
     let mut tried: Vec<(usize, u64, bool)> = Vec::new();
@@ -96,7 +96,7 @@ pub(crate) fn find(
                 "{} samples per update over {} ranks",
                 "{1} 个 rank 上每次更新 {0} 个样本",
                 config.batch.global_batch.unwrap_or_default(),
-                config.world_size
+                config.data_ranks()
             ),
         )
         .next(both(
@@ -132,12 +132,12 @@ pub(crate) fn find(
 /// Whether micro-batches of `micro` samples divide the requested global batch, if there is one.
 fn goes_in(config: &RunConfig, micro: usize) -> bool {
     let global = config.batch.global_batch;
-    global.is_none_or(|global| global.is_multiple_of(micro * config.world_size))
+    global.is_none_or(|global| global.is_multiple_of(micro * config.data_ranks()))
 }
 
 /// The run with micro-batches of `micro` samples. A requested global batch determines the accumulation steps.
 fn sized(run: &RunPlan, micro: usize) -> RunPlan {
-    let steps = |global: usize| global / (micro * run.world_size);
+    let steps = |global: usize| global / (micro * run.data_ranks());
     let batch = BatchConfig {
         micro_batch: micro,
         accumulation_steps: run

@@ -5,7 +5,7 @@ use super::origin::origin;
 use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
-    settle, spill_directories, stage_line, suggestion,
+    settle, spill_directories, stage_line, stages, suggestion,
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
@@ -16,7 +16,7 @@ use crate::error::failures::unusable;
 use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
 use crate::model::optimizer::{rule, trained_parts};
-use crate::model::setup::Setup;
+use crate::model::setup::{self, Setup};
 use crate::ui::{DataEvent, Event, QuantizedEvent};
 use engine::plan::Formats;
 use engine::{ModelSpec, Tier};
@@ -184,6 +184,10 @@ fn show_plan(
         forward_line(plan),
     ];
     lines.into_iter().flatten().for_each(&mut *show);
+    let costs = || setup::unit_costs(run, model);
+    stages::lines(run, plan, memory, &costs)?
+        .into_iter()
+        .for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));
     quantized_event(model.spec())
         .into_iter()

@@ -133,6 +133,7 @@ fn settle_in_stage(
             Device::Cuda => fit.arena_bytes(&memory),
         },
         spilled_activation_bytes: spilled_activations(&memory),
+        boundary_bytes: memory.boundary_bytes.clone(),
         ..run.found().clone()
     };
     let config = RunConfig {

@@ -46,7 +46,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         found.push(vec![zero()]);
     }
     if config.shard_group.is_some() {
-        found.push(vec![("shard-group", config.world_size.to_string())]);
+        found.push(vec![("shard-group", config.data_ranks().to_string())]);
     }
     if config.checkpoint_activations != Recompute::ALL {
         found.push(vec![("checkpoint-activations", "all".to_owned())]);
@@ -104,7 +104,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.precision != PrecisionChoice::PureBf16 {
         found.push(precision("pure-bf16"));
     }
-    if config.world_size > 1 {
+    if config.world_size > 1 && config.mp_size == 1 {
         let accumulation = batch.accumulation_steps * config.world_size;
         found.push(vec![
             ("nproc", "1".to_owned()),

@@ -181,7 +181,6 @@ impl RankEnv {
     }
 
     /// Whether an MPI launcher (`mpirun`) set this rank's number.
-    #[cfg(feature = "mpi")]
     pub fn is_under_mpi(&self) -> bool {
         matches!(self.source, Source::OpenMpi | Source::Pmi | Source::Mvapich)
     }
@@ -223,6 +222,10 @@ pub struct Env {
     pub max_pixels: Option<usize>,
     /// Smallest area of an image in pixels, from `MIN_PIXELS`.
     pub min_pixels: Option<usize>,
+    /// Number of pipeline stages, from SAT's variable `MP_SIZE`.
+    pub mp_size: Option<usize>,
+    /// Number of ranks on each machine, from SAT's variable `NUM_GPUS_PER_WORKER`.
+    pub gpus_per_worker: Option<usize>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
 }
@@ -287,7 +290,7 @@ impl Env {
             Identity::Node(place) => (None, Some(place)),
         };
         let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
-        let pixels = |name: &str| text(name)?.trim().parse().ok().filter(|area| *area > 0);
+        let count = |name: &str| text(name)?.trim().parse().ok().filter(|count| *count > 0);
         Self {
             rank: rank.map(|place| RankEnv {
                 rank: place.rank,
@@ -309,8 +312,10 @@ impl Env {
             cache_dir,
             no_color: no_color(lookup),
             rust_log: text("RUST_LOG"),
-            max_pixels: pixels("MAX_PIXELS"),
-            min_pixels: pixels("MIN_PIXELS"),
+            max_pixels: count("MAX_PIXELS"),
+            min_pixels: count("MIN_PIXELS"),
+            mp_size: count("MP_SIZE"),
+            gpus_per_worker: count("NUM_GPUS_PER_WORKER"),
             now: SystemTime::now(),
         }
     }

@@ -6,14 +6,13 @@ use crate::data::SampleSet;
 use crate::data::answers::{self, Answer, Question, sample_failure};
 use crate::data::check::encode_options;
 use crate::error::{Failure, failures};
-use crate::lang::both;
+use crate::lang::{Text, both};
 use crate::model::not_finite::not_finite_loss;
 use engine::PassKind;
 use engine::comm::Tag;
-use models::autograd::Tape;
 use models::data::EncodeOptions;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate_watched};
-use models::{ModelError, SampleInput};
+use models::{ModelError, SampleInput, pipeline};
 use std::cell::Cell;
 
 /// Maximum number of held-out samples whose answers are generated. The loss covers all of them.
@@ -37,7 +36,7 @@ pub(crate) fn losses(
     set: &SampleSet,
     options: &EncodeOptions,
 ) -> Result<Vec<(f64, f64)>, Failure> {
-    let world = replica.comm.world();
+    let world = replica.data();
     let mut own = vec![0f64; 2 * set.samples.len()];
     for first in (0..set.samples.len()).step_by(world.size) {
         let index = first + world.rank;
@@ -78,7 +77,7 @@ fn not_finite(
     index: usize,
     loss: f64,
 ) -> Result<Failure, Failure> {
-    let world = replica.comm.world();
+    let world = replica.data();
     let own = index - index % world.size + world.rank;
     replica.zero.begin_pass(PassKind::Infer);
     let mut found = None;
@@ -101,19 +100,22 @@ fn not_finite(
             Tag::new("eval-non-finite", 0),
         )
         .map_err(|e| failures::comm(&e))?;
-    let first = all.get(index % world.size);
-    let first = first
-        .and_then(|text| serde_json::from_slice(text).ok())
-        .flatten();
+    let at = replica.zero.mesh().coordinates();
+    let first = (0..at.stages).find_map(|stage| {
+        let text = all.get(at.rank(index % world.size, stage))?;
+        serde_json::from_slice::<Option<Text>>(text).ok()?
+    });
     Ok(not_finite_loss(&set.samples[index], index, loss, first))
 }
 
 fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {
     let run = || -> Result<_, ModelError> {
         let batch = replica.model.collate(samples, &*replica.backend)?;
-        let tape = Tape::inference(&replica.zero);
-        let loss = replica.model.forward(&tape, &batch)?;
-        Ok((loss.sum()?, loss.supervised))
+        let loss = pipeline::forward(&*replica.model, &replica.zero, &batch)?;
+        match replica.zero.mesh().coordinates().is_last() {
+            true => Ok((loss.sum()?, loss.supervised)),
+            false => Ok((0.0, 0)),
+        }
     };
     run().map_err(|e| failures::model(both("evaluate", "评估"), &e))
 }
@@ -131,7 +133,12 @@ pub(crate) fn exact_match(
     };
     let (mut right, mut asked) = (0f64, 0f64);
     let mut shown = Vec::new();
-    for answer in answers(replica, set, &asking, &mut |_| ())? {
+    let mut answered = answers(replica, set, &asking, &mut |_| ())?;
+    if replica.zero.mesh().coordinates().stage > 0 {
+        // All stages have the same answers; the first counts them.
+        answered.clear();
+    }
+    for answer in answered {
         right += f64::from(answer.exact);
         asked += 1.0;
         if answer.index < SHOWN_SAMPLES {
@@ -163,7 +170,7 @@ pub(crate) fn answers(
     asking: &Asking<'_>,
     done: &mut dyn FnMut(usize),
 ) -> Result<Vec<Answer>, Failure> {
-    let world = replica.comm.world();
+    let world = replica.data();
     let own: Vec<usize> = (world.rank..asking.count).step_by(world.size).collect();
     let per_batch = replica.config.batch.eval_batch.max(1);
     let rounds = asking.count.div_ceil(world.size).div_ceil(per_batch);

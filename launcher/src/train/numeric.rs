@@ -15,8 +15,8 @@ use crate::model::not_finite::first_not_finite;
 use crate::report::run_directory;
 use engine::comm::Tag;
 use engine::{PassKind, StepReport};
-use models::SampleInput;
 use models::autograd::{OpObserver, Tape};
+use models::{SampleInput, pipeline};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -151,7 +151,8 @@ fn exchange(made_of: &StepSamples<'_>) -> Result<(Origin, Vec<Message>), Failure
         .iter()
         .filter_map(|bytes| serde_json::from_slice(bytes).ok())
         .collect();
-    Ok((origin(&all), all))
+    let stages = replica.zero.mesh().coordinates().stages;
+    Ok((origin(&all, stages), all))
 }
 
 fn micro_batch(train: &SampleSet, place: &StepContext, loss: f64) -> MicroBatch {
@@ -175,16 +176,17 @@ fn micro_batch(train: &SampleSet, place: &StepContext, loss: f64) -> MicroBatch 
     }
 }
 
-/// Origin by all findings: the earliest non-finite loss over micro-batches and ranks. If all losses are finite, the
+/// Origin by all findings: the earliest non-finite loss over micro-batches and ranks. Of the `stages` pipeline stages of a
+/// data-parallel rank, it is the first that found a value. If all losses are finite, the
 /// non-finite gradient nearest to the loss.
-fn origin(all: &[Message]) -> Origin {
+fn origin(all: &[Message], stages: usize) -> Origin {
     let losses = all.iter().enumerate().flat_map(|(rank, message)| {
         let bad = message.micro_batches.iter().find(|m| !m.loss_is_finite);
         bad.map(|bad| (bad.micro_batch, rank, message, bad))
     });
-    if let Some((micro, rank, message, bad)) =
-        losses.min_by_key(|(micro, rank, ..)| (*micro, *rank))
-    {
+    if let Some((micro, rank, message, bad)) = losses.min_by_key(|(micro, rank, message, _)| {
+        (*micro, *rank / stages, message.operation.is_none(), *rank)
+    }) {
         return Origin {
             rank,
             micro_batch: Some(micro),
@@ -261,8 +263,11 @@ pub(crate) fn observe(
     let unit = || Some(replica.zero.position()?.0.to_owned());
     let pass = |observer: OpObserver<'_>| {
         let batch = replica.model.collate(inputs, &*replica.backend)?;
-        let tape = Tape::inference(&replica.zero).with_op_observer(observer);
-        replica.model.forward(&tape, &batch).map(drop)
+        let tape = Tape::inference(&replica.zero)
+            .with_op_observer(observer)
+            .with_received(pipeline::receive(&replica.zero)?);
+        replica.model.forward(&tape, &batch)?;
+        pipeline::send(&replica.zero, &tape)
     };
     first_not_finite(replica.model.spec(), &unit, &pass).map_err(|e| {
         failures::model(
@@ -451,7 +456,7 @@ mod tests {
             message(&[false, false], Some("early"), None),
             message(&[true, true], None, Some(9)),
         ];
-        let origin = origin(&all);
+        let origin = origin(&all, 1);
         assert_eq!((origin.rank, origin.micro_batch), (1, Some(1)));
         assert_eq!(
             (&*origin.value, origin.ids),
@@ -466,7 +471,7 @@ mod tests {
             message(&[true], None, Some(7)),
             message(&[true], None, Some(7)),
         ];
-        let origin = origin(&all);
+        let origin = origin(&all, 1);
         assert_eq!((origin.rank, origin.micro_batch), (1, None));
         assert!(origin.value.starts_with("a gradient of unit 7"));
     }

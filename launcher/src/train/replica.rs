@@ -17,10 +17,11 @@ use crate::launch::rendezvous::{self, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
-use crate::plan::{MemoryPlans, kernels_of, resume};
+use crate::plan::{MemoryPlans, WINDOW_SLACK_BYTES, kernels_of, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
-use engine::comm::Communicator;
+use engine::comm::mesh::{BROADCAST_BYTES, MAX_VALUES, Mesh, Regions};
+use engine::comm::{Communicator, World};
 use engine::{EngineError, ParamId, Tiers, Zero};
 use half::f16;
 use kernels::{Backend, CpuBackend, DType, Pool};
@@ -44,6 +45,16 @@ pub(crate) struct Replica<'a> {
     pub(crate) comm: Arc<dyn Communicator>,
     pub(crate) zero: Zero,
 }
+
+impl Replica<'_> {
+    /// This data-parallel rank, and their number: ranks that have samples of their own.
+    pub(crate) fn data(&self) -> World {
+        self.zero.mesh().coordinates().data
+    }
+}
+
+/// Bytes of a link's region for each value beside its content: alignment, and blocks that best fit leaves.
+const LINK_VALUE_SLACK_BYTES: usize = 4096;
 
 /// GPU on which a rank computes.
 pub(crate) struct OwnGpu<'a> {
@@ -137,7 +148,7 @@ impl<'a> Opened<'a> {
             weights,
             adapter,
         };
-        let plan = Arc::new(setup.plan(config)?);
+        let plan = own_plan(config, env, setup.plan(config)?)?;
         let collectives = Collectives::new();
         let started = Instant::now();
         let met = meet(config, env, &plan, devices, stop, &collectives)?;
@@ -153,7 +164,16 @@ impl<'a> Opened<'a> {
             ..env.clone()
         };
         let faults = Faults::of(config, env.rank);
-        let comm = faults.link(comm, Duration::from_secs(config.comm_timeout_seconds));
+        let deadline = Duration::from_secs(config.comm_timeout_seconds);
+        let comm = faults.link(comm, deadline);
+        let mesh = match config.mp_size {
+            1 => Mesh::from(comm.clone()),
+            _ => {
+                let noted = |comm| faults.link(collectives.of(comm), deadline);
+                let regions = regions(config, &plan)?;
+                rendezvous::join_stages(config, env, comm.clone(), regions, stop, noted)?
+            }
+        };
         let Setup {
             model,
             processor,
@@ -173,7 +193,7 @@ impl<'a> Opened<'a> {
             backend,
             zero,
             disk_ceiling,
-        } = States::allocate(config, env, plan, &comm, devices, &*model, &reporter)?;
+        } = States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
         let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
         zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| {
@@ -286,8 +306,9 @@ impl<'a> Replica<'a> {
         let comm = meet(config, env, &plan, devices, stop, &Collectives::new())?.comm;
         let reporter = Reporter::for_rank(env);
         let model = setup.model.clone();
+        let mesh = Mesh::from(comm.clone());
         let States { backend, zero, .. } =
-            States::allocate(config, env, plan, &comm, devices, &*model, &reporter)?;
+            States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
         if let Some(gpu) = gpu_of(config, env.local_rank) {
             backend.compile_ahead(&kernels_of(config, gpu)?);
         }
@@ -312,7 +333,7 @@ impl<'a> Replica<'a> {
 
     /// Ends the exchange with the other ranks after `failure`.
     pub(crate) fn abandon(&self, failure: &Failure) {
-        self.comm.abort(&failure.title);
+        self.zero.mesh().abort(&failure.title);
         // Otherwise the destructors would wait once more for a GPU that waits for a lost rank.
         self.backend.abandon();
     }
@@ -331,7 +352,7 @@ impl States {
         config: &RunPlan,
         env: &RankEnv,
         plan: Arc<engine::Plan>,
-        comm: &Arc<dyn Communicator>,
+        mesh: Mesh,
         devices: &dyn Devices,
         model: &dyn VisionLanguageModel,
         reporter: &Reporter,
@@ -340,7 +361,7 @@ impl States {
             .host_memory_limit
             .map(|limit| limit / config.ranks_here() as u64);
         let host = Pool::new("host", host_share);
-        let disk = spill::open(config, env, &plan, &host, &**comm, reporter)?;
+        let disk = spill::open(config, env, &plan, &host, &**mesh.world(), reporter)?;
         let (backend, device) = compute(config, env, devices, &host)?;
         let mut tiers = Tiers::new(device, host);
         let mut disk_ceiling = None;
@@ -349,7 +370,7 @@ impl States {
             tiers = tiers.with_spill(disk.spill);
         }
         let rule = optimizer(config, model)?;
-        let zero = Zero::new(plan, comm.clone(), backend.clone(), tiers, rule)
+        let zero = Zero::in_mesh(plan, mesh, backend.clone(), tiers, rule)
             .map_err(|error| match error {
                 EngineError::NoPeerAccess { refusals } if goes_another_way(config, env) => {
                     NotOpened::IpcRefused(refused(&refusals))
@@ -458,6 +479,31 @@ fn refused(refusals: &[(usize, String)]) -> String {
     }
 }
 
+/// Plan of this rank's pipeline stage, from that of the first one.
+fn own_plan(
+    config: &RunPlan,
+    env: &RankEnv,
+    plan: engine::Plan,
+) -> Result<Arc<engine::Plan>, Failure> {
+    let plan = match config.mp_size {
+        1 => Ok(plan),
+        stages => plan.at_stage(env.rank % stages),
+    };
+    let plan = plan.map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))?;
+    Ok(Arc::new(plan))
+}
+
+/// Bytes of this rank's regions in the windows of its data group and of its links. A link's has space for every value that
+/// crosses a boundary at once, each at an aligned offset.
+fn regions(config: &RunPlan, plan: &Arc<engine::Plan>) -> Result<Regions, Failure> {
+    let crossing = config.found().boundary_bytes.iter().max();
+    let crossing = crossing.copied().unwrap_or(0) as usize;
+    Ok(Regions {
+        data: crate::plan::window_region(config, plan)? as usize,
+        link: crossing + MAX_VALUES * LINK_VALUE_SLACK_BYTES,
+    })
+}
+
 fn meet(
     config: &RunPlan,
     env: &RankEnv,
@@ -466,7 +512,11 @@ fn meet(
     stop: &StopFlag,
     collectives: &Arc<Collectives>,
 ) -> Result<Met, Failure> {
-    let region = crate::plan::window_region(config, plan)? as usize;
+    let region = match config.mp_size {
+        1 => crate::plan::window_region(config, plan)?,
+        // The same on all pipeline stages: small messages, and weights that a checkpoint collects.
+        _ => WINDOW_SLACK_BYTES + 2 * BROADCAST_BYTES as u64,
+    } as usize;
     rendezvous::join(config, env, plan, region, devices, stop, |comm| {
         collectives.of(comm)
     })

@@ -90,7 +90,8 @@ pub(crate) fn save(
 /// reshard` needs them to divide the state among another number of ranks.
 pub(crate) fn units(plan: &Plan) -> Value {
     let params = &plan.spec().params;
-    let units = plan.units().iter().map(|unit| &unit.trainable.slots);
+    let units = plan.whole_units();
+    let units = units.iter().map(|unit| &unit.trainable.slots);
     let names = units.filter(|slots| !slots.is_empty()).map(|slots| {
         let names = slots.iter().map(|slot| &params[slot.param.index()].name);
         names.collect::<Vec<_>>()

@@ -29,9 +29,11 @@ use engine::spill::SpillStats;
 use engine::{PassKind, StepReport, Zero};
 use models::autograd::Tape;
 use models::data::EncodedSample;
+use models::pipeline::{self, Point, Schedule1F1B};
 use models::{ModelError, SampleInput, WeightSource};
 use optim::loss_scale::{LossScaler, Verdict};
 use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -289,6 +291,9 @@ impl<'a> Trainer<'a> {
         self.monitor.begin(&self.replica.zero);
         self.losses.clear();
         let micro_batches = self.replica.config.batch.accumulation_steps;
+        if self.replica.config.mp_size > 1 {
+            return self.train_stage(loader, lr);
+        }
         for micro in 1..=micro_batches {
             let loaded = loader.next().ok_or_else(ended_early)??;
             self.monitor.end(Phase::Data, &self.replica.zero);
@@ -314,6 +319,99 @@ impl<'a> Trainer<'a> {
         self.at = None;
         self.monitor.end(Phase::Step, &self.replica.zero);
         Ok(report)
+    }
+
+    /// One optimizer step of a pipeline stage: the micro-batches in 1F1B order, then the update on all ranks.
+    fn train_stage(
+        &mut self,
+        loader: &mut Loader<MicroBatch, Failure>,
+        lr: f64,
+    ) -> Result<StepReport, Failure> {
+        let scale = self.loss_scale();
+        let Replica {
+            config,
+            model,
+            backend,
+            zero,
+            ..
+        } = &mut self.replica;
+        let (losses, monitor, faults) = (&mut self.losses, &mut self.monitor, &mut self.faults);
+        let monitor = RefCell::new(monitor);
+        faults.begin_step(self.done + 1);
+        let keep = |unit| keeps(config, &**model, unit);
+        let schedule = Schedule1F1B {
+            model: &**model,
+            stored: &keep,
+            factor: faults.loss_factor(scale as f32),
+            micro_batches: config.batch.accumulation_steps,
+        };
+        // All stages of a data-parallel rank read its samples; one counts them.
+        let counts_tokens = zero.mesh().coordinates().stage == 0;
+        let mut failed = None;
+        let mut next = |_: usize| -> Result<pipeline::MicroBatch, ModelError> {
+            let loaded = loader.next().ok_or_else(ended_early).flatten();
+            let loaded = loaded.map_err(|failure| {
+                failed = Some(failure);
+                ModelError::NoBatch
+            })?;
+            monitor.borrow_mut().end(Phase::Data, zero);
+            let batch = loaded.batch;
+            let indices = batch.indices.clone();
+            let at = StepContext::new(loaded.step, loaded.micro_step, indices, &batch.samples);
+            if counts_tokens {
+                self.window.tokens += at.tokens.iter().sum::<usize>() as u64;
+            }
+            self.at = Some(at.clone());
+            losses.push((at, 0.0));
+            let inputs: Vec<SampleInput<'_>> =
+                batch.samples.iter().map(SampleInput::from).collect();
+            faults.forward();
+            Ok(pipeline::MicroBatch {
+                dropout: dropout(config, &batch.keys, &inputs, &**backend)?,
+                batch: model.collate(&inputs, &**backend)?,
+            })
+        };
+        let mut at = |_: usize, point: Point| {
+            let phase = match point {
+                Point::Forward => Phase::Forward,
+                Point::Backward => Phase::Backward,
+            };
+            monitor.borrow_mut().end(phase, zero);
+        };
+        let sums = schedule.run(&*zero, &mut next, &mut at);
+        let sums = match (sums, failed) {
+            (Err(_), Some(failure)) => return Err(failure),
+            (sums, _) => sums.map_err(|e| failures::model(both("train", "训练"), &e))?,
+        };
+        for ((_, loss), (sum, supervised)) in self.losses.iter_mut().zip(sums) {
+            *loss = sum;
+            zero.add_losses(sum, supervised as u64);
+        }
+        let stepped = zero.step_scaled(lr, scale);
+        let report =
+            stepped.map_err(|e| failures::engine(both("update weights", "更新权重"), &e))?;
+        self.at = None;
+        self.monitor.end(Phase::Step, &self.replica.zero);
+        Ok(report)
+    }
+
+    /// Gives every pipeline stage the losses of the step's micro-batches, which only the last stage computes.
+    fn share_losses(&mut self) -> Result<(), Failure> {
+        let at = self.replica.zero.mesh().coordinates();
+        if at.stages == 1 {
+            return Ok(());
+        }
+        let own: Vec<f64> = self.losses.iter().map(|(_, loss)| *loss).collect();
+        let all = self
+            .replica
+            .comm
+            .all_gather_f64(&own, Tag::new("losses", 0));
+        let all = all.map_err(|e| failures::comm(&e))?;
+        let last = &all[at.rank(at.data.rank, at.stages - 1)];
+        for ((_, loss), shared) in self.losses.iter_mut().zip(last) {
+            *loss = *shared;
+        }
+        Ok(())
     }
 
     /// Forward and backward of one micro-batch. Returns the sum of its token losses on this rank.
@@ -411,6 +509,7 @@ impl<'a> Trainer<'a> {
             return Ok(());
         }
         self.skipped_in_a_row += 1;
+        self.share_losses()?;
         let made_of = StepSamples {
             replica: &self.replica,
             train: &self.train,
@@ -608,6 +707,9 @@ impl<'a> Trainer<'a> {
         let packed = quantize::record(zero.plan().spec());
         if !packed.is_null() {
             meta[quantize::PACKED] = packed;
+        }
+        if config.mp_size > 1 {
+            meta["mp_size"] = json!(config.mp_size);
         }
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);

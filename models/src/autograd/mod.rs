@@ -6,6 +6,7 @@
 //! runs its body a second time with recording switched on, sweeps that inner record and hands the
 //! parameter gradients to the engine. `README.md` beside this file lists the invariants.
 
+mod boundary;
 mod dropout;
 mod resident;
 mod scope;

@@ -1,14 +1,15 @@
 //! The outer recorder: segments only.
 
+use super::boundary::Boundary;
 use super::dropout::Dropout;
 use super::scope::{Mode, Record, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
-use engine::{ParamAccess, ParamId, Phase, Saved, UnitId};
+use engine::{BoundaryTensor, ParamAccess, ParamId, Phase, Saved, UnitId};
 use kernels::{Backend, Fetch, Tensor};
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
 use std::ops::Range;
 use std::rc::Rc;
@@ -157,6 +158,10 @@ pub struct Tape<'e, 'm> {
     id: RecorderId,
     slots: Cell<usize>,
     last_unit: Cell<Option<UnitId>>,
+    /// Number of outputs of all segments so far, those of other pipeline stages included.
+    outputs: Cell<u32>,
+    /// Values that cross the boundaries of this pipeline stage; `None` if it has all units.
+    boundary: Option<RefCell<Boundary>>,
     segments: RefCell<Vec<CheckpointedSegment<'m>>>,
     away: RefCell<HashMap<Slot, Rc<Saved>>>,
 }
@@ -195,9 +200,36 @@ impl<'e, 'm> Tape<'e, 'm> {
             id: RecorderId::fresh(),
             slots: Cell::new(0),
             last_unit: Cell::new(None),
+            outputs: Cell::new(0),
+            boundary: access.own_units().map(Boundary::new),
             segments: RefCell::default(),
             away: RefCell::default(),
         }
+    }
+
+    /// Gives the tape the values that the previous pipeline stage sent ([`Tape::sent`]). The segments of earlier stages
+    /// return them instead of running.
+    #[must_use]
+    pub fn with_received(self, values: Vec<BoundaryTensor>) -> Self {
+        if let Some(boundary) = &self.boundary {
+            for passed in values {
+                let var = match passed.wants_gradient {
+                    true => self.leaf(passed.value),
+                    false => self.input(passed.value),
+                };
+                let var = var.with_output(passed.index);
+                boundary.borrow_mut().received.insert(passed.index, var);
+            }
+        }
+        self
+    }
+
+    /// Values that later pipeline stages read, after the forward pass: outputs of this stage's segments, and received
+    /// values. Empty if this stage is the last.
+    #[must_use]
+    pub fn sent(&self) -> Vec<Var> {
+        let boundary = self.boundary.as_ref();
+        boundary.map_or_else(Vec::new, |boundary| boundary.borrow().sent())
     }
 
     /// Calls `observer` for each named value that the forward pass shows with [`Tape::observe`] or
@@ -331,6 +363,15 @@ impl<'e, 'm> Tape<'e, 'm> {
         stored: bool,
     ) -> Result<[Var; O]> {
         self.check(unit, &inputs)?;
+        let first_output = self.outputs.get();
+        self.outputs.set(first_output + O as u32);
+        if let Some(boundary) = &self.boundary {
+            let mut boundary = boundary.borrow_mut();
+            if !boundary.has(unit) {
+                return boundary.skip(unit, &inputs, first_output, self);
+            }
+            boundary.check(unit, &inputs)?;
+        }
         let body: Body<'m> =
             Box::new(move |scope, vars| Ok(body(scope, std::array::from_fn(|i| &vars[i]))?.into()));
         let visited = self.recording && self.access.needs_backward(unit);
@@ -365,12 +406,9 @@ impl<'e, 'm> Tape<'e, 'm> {
         Ok(std::array::from_fn(|i| {
             let out = outputs.next().expect("a body returns O values");
             let tracked = wanted && out.requires_grad();
-            Var::new(
-                out.into_value(),
-                self.id,
-                tracked.then_some(first + i),
-                tracked,
-            )
+            let slot = tracked.then_some(first + i);
+            let var = Var::new(out.into_value(), self.id, slot, tracked);
+            var.with_output(first_output + i as u32)
         }))
     }
 
@@ -495,6 +533,49 @@ impl<'e, 'm> Tape<'e, 'm> {
             recorder: id,
             grads,
         })
+    }
+
+    /// Backward of one pipeline stage: from the loss and its factor if it is the last stage, else from `gradients` of the
+    /// values that it sent. Returns the gradients of the values that it received; a value that no gradient reached is left
+    /// out.
+    ///
+    /// # Errors
+    /// As [`Tape::backward`], and when a gradient belongs to no value that was sent.
+    pub fn backward_stage(
+        self,
+        loss: Option<(&Loss, f32)>,
+        gradients: Vec<BoundaryTensor>,
+    ) -> Result<Vec<BoundaryTensor>> {
+        let mut seeds = Vec::new();
+        if let Some((loss, factor)) = loss {
+            let slot = loss.rows.slot();
+            seeds.extend(slot.map(|slot| (slot, Grad::Uniform(factor))));
+        }
+        let sent = self.sent();
+        for passed in gradients {
+            let var = sent.iter().find(|var| var.output() == Some(passed.index));
+            let slot = var.and_then(Var::slot).ok_or(ModelError::NoGradient)?;
+            seeds.push((slot, Grad::Tensor(passed.value)));
+        }
+        let received = match &self.boundary {
+            Some(boundary) => std::mem::take(&mut boundary.borrow_mut().received),
+            None => BTreeMap::new(),
+        };
+        drop(sent);
+        let slots: Vec<_> = received
+            .into_iter()
+            .filter_map(|(index, var)| Some((index, var.slot()?)))
+            .collect();
+        let mut grads = self.run(seeds)?;
+        let of = |(index, slot): (u32, Slot)| match grads[slot].take() {
+            Some(Grad::Tensor(value)) => Some(BoundaryTensor {
+                index,
+                wants_gradient: false,
+                value,
+            }),
+            _ => None,
+        };
+        Ok(slots.into_iter().filter_map(of).collect())
     }
 
     fn run(self, seeds: Vec<(Slot, Grad)>) -> Result<Vec<Option<Grad>>> {

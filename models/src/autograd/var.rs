@@ -24,6 +24,8 @@ pub struct Var {
     recorder: RecorderId,
     slot: Option<Slot>,
     requires_grad: bool,
+    /// Index among the outputs of the pass's segments; `None` for other values.
+    output: Option<u32>,
 }
 
 impl Var {
@@ -38,7 +40,21 @@ impl Var {
             recorder,
             slot,
             requires_grad,
+            output: None,
         }
+    }
+
+    /// The same value as output `index` of the pass's segments.
+    pub(crate) fn with_output(self, index: u32) -> Self {
+        Self {
+            output: Some(index),
+            ..self
+        }
+    }
+
+    /// Index among the outputs of the pass's segments.
+    pub(crate) fn output(&self) -> Option<u32> {
+        self.output
     }
 
     /// The tensor that the forward pass computed.

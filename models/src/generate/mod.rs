@@ -9,12 +9,12 @@ mod sampling;
 pub use cache::{CachePass, CacheShape, CachedLayer, CrossCacheShape, KvCache};
 pub use sampling::Sampling;
 
-use crate::autograd::Tape;
 use crate::batch::Batch;
 use crate::error::Result;
+use crate::pipeline;
 use crate::{SampleInput, VisionLanguageModel};
 use engine::ParamAccess;
-use kernels::Backend;
+use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
 /// A tokenized prompt, with its images, for which an answer is generated.
@@ -116,8 +116,8 @@ pub fn dry_run_answers(
     let mut decoder = Decoder::new(model, access, prompts, &options);
     for _ in 0..2 {
         begin();
-        let (batch, tape) = (decoder.batch()?, Tape::inference(access));
-        drop(model.next_token_logits(&tape, &batch)?);
+        let batch = decoder.batch()?;
+        drop(pipeline::next_token_logits(model, access, &batch)?);
         decoder.answers.iter_mut().for_each(|answer| answer.push(0));
         let answers = &decoder.answers;
         let grows = |i: &usize| answers[*i].len() < prompts[*i].max_new_tokens;
@@ -170,21 +170,11 @@ impl<'a> Decoder<'a> {
     /// Runs one pass, which adds a token to the answer of every open prompt.
     fn step(&mut self) -> Result<()> {
         let batch = self.batch()?;
-        let tape = Tape::inference(self.access);
-        let logits = self.model.next_token_logits(&tape, &batch)?;
-        let vocabulary = logits.shape().last();
-        let rows = logits.to_f32_vec()?;
+        let logits = pipeline::next_token_logits(self.model, self.access, &batch)?;
+        let tokens = pipeline::chosen(self.access, || self.choose(&logits))?;
         let mut still = Vec::with_capacity(self.open.len());
-        for (i, row) in self.open.iter().zip(rows.chunks_exact(vocabulary)) {
+        for (i, token) in self.open.iter().zip(tokens) {
             let (answer, prompt) = (&mut self.answers[*i], &self.prompts[*i]);
-            if row.iter().any(|score| !score.is_finite()) {
-                return Err(crate::ModelError::NotFinite {
-                    prompt: *i,
-                    token: answer.len(),
-                });
-            }
-            let sampling = &self.options.sampling;
-            let token = sampling.next(row, prompt.index, answer.len() as u64);
             if self.options.stop_ids.contains(&token) {
                 continue;
             }
@@ -195,6 +185,22 @@ impl<'a> Decoder<'a> {
         }
         self.open = still;
         Ok(())
+    }
+
+    /// The next token of every open prompt.
+    fn choose(&self, logits: &Tensor) -> Result<Vec<i32>> {
+        let vocabulary = logits.shape().last();
+        let rows = logits.to_f32_vec()?;
+        let rows = self.open.iter().zip(rows.chunks_exact(vocabulary));
+        let tokens = rows.map(|(i, row)| {
+            let (token, prompt) = (self.answers[*i].len(), &self.prompts[*i]);
+            if row.iter().any(|score| !score.is_finite()) {
+                return Err(crate::ModelError::NotFinite { prompt: *i, token });
+            }
+            let sampling = &self.options.sampling;
+            Ok(sampling.next(row, prompt.index, token as u64))
+        });
+        tokens.collect()
     }
 
     /// Packs the inputs of the next pass.

@@ -5,15 +5,16 @@ mod setup;
 use crate::golden::{CaseRun, Pack, Trajectory};
 use crate::tolerance::Roundings;
 use anyhow::{Result, anyhow};
-use engine::comm::{Communicator, threads};
+use engine::comm::mesh::{Mesh, Regions};
 use engine::{
-    OptimizerConfig, ParamId, ParamSpec, PassKind, Plan, Precision, Stage, StepReport, Tiers, Zero,
-    ZeroConfig,
+    OptimizerConfig, ParamId, ParamSpec, PassKind, Plan, Precision, Slice, Stage, StepReport,
+    Tiers, Zero, ZeroConfig,
 };
 use kernels::{Backend, DType, Pool, Tensor};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::options::RopePrecision;
+use models::pipeline::{self, Schedule1F1B};
 use models::{
     ModelOptions, PackedWeights, SampleInput, VisionLanguageModel, WeightError, WeightSource,
     open_model,
@@ -47,12 +48,7 @@ impl std::fmt::Debug for Rank {
 }
 
 impl Rank {
-    fn new(
-        pack: &Pack,
-        layout: Layout,
-        comm: Arc<dyn Communicator>,
-        setup: &Setup<'_>,
-    ) -> Result<Self> {
+    fn new(pack: &Pack, layout: Layout, mesh: Mesh, setup: &Setup<'_>) -> Result<Self> {
         let mut weights = WeightSource::open(&pack.dir)?;
         // Packed weights stay packed beside adapters; else all weights train.
         let packed = match (&setup.options.packed, &setup.options.lora) {
@@ -70,7 +66,15 @@ impl Rank {
         let params = model.spec().params.iter();
         let packed = params.filter_map(|p| Some((p.name.clone(), p.stored_packing()?)));
         weights.pack_on_read(packed.collect());
+        let at = mesh.coordinates();
+        let units = model.spec().units.len() as u32;
+        let border = |stage: usize| units * stage as u32 / at.stages as u32;
+        let counts = (0..at.stages).map(|stage| border(stage + 1) - border(stage));
         let zero_config = ZeroConfig {
+            slice: (at.stages > 1).then(|| Slice {
+                counts: counts.collect(),
+                stage: at.stage,
+            }),
             stage: Stage::try_from(layout.stage).map_err(|e| anyhow!(e))?,
             precision: layout.precision,
             offload: layout.offload,
@@ -99,7 +103,7 @@ impl Rank {
             rule: Arc::new(rule),
             groups: names.iter().map(group).collect(),
         };
-        let mut zero = Zero::new(plan, comm, backend.clone(), tiers, optimizer)?;
+        let mut zero = Zero::in_mesh(plan, mesh, backend.clone(), tiers, optimizer)?;
         let read = |id: ParamId, elements: Range<usize>, out: &mut [f32]| {
             let name = &names[id.index()].name;
             let first = elements.start;
@@ -145,6 +149,35 @@ impl Rank {
         tape.backward(&loss, scale)?;
         let sums = (fetch.sum()?, loss.supervised);
         self.zero.end_micro_batch(sums.0, sums.1 as u64)?;
+        Ok(sums)
+    }
+
+    /// Runs forward and backward of the micro-batches of an update, on a pipeline stage in 1F1B order. Returns for each what
+    /// [`Rank::micro_batch`] does.
+    ///
+    /// # Errors
+    /// When the engine fails.
+    pub fn micro_batches(&mut self, batches: &[Vec<EncodedSample>]) -> Result<Vec<(f64, usize)>> {
+        if self.zero.mesh().coordinates().stages == 1 {
+            return batches.iter().map(|b| self.micro_batch(b)).collect();
+        }
+        let schedule = Schedule1F1B {
+            model: &*self.model,
+            stored: &|_| false,
+            factor: self.loss_scale() as f32,
+            micro_batches: batches.len(),
+        };
+        let mut next = |index: usize| {
+            let inputs = batches[index].iter().map(SampleInput::from);
+            let inputs: Vec<SampleInput<'_>> = inputs.collect();
+            let batch = self.model.collate(&inputs, &*self.backend)?;
+            let dropout = None;
+            Ok(pipeline::MicroBatch { batch, dropout })
+        };
+        let sums = schedule.run(&self.zero, &mut next, &mut |_, _| ())?;
+        for (sum, supervised) in &sums {
+            self.zero.add_losses(*sum, *supervised as u64);
+        }
         Ok(sums)
     }
 
@@ -220,19 +253,24 @@ pub fn run_world<T: Send>(
     setup: &Setup<'_>,
     body: impl Fn(&mut Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let comms = threads::world(layout.world, 1 << 26)?;
-    let work = |comm: Arc<dyn Communicator>| -> Result<T> {
-        let result = Rank::new(pack, layout, comm.clone(), setup).and_then(|mut r| body(&mut r));
+    let regions = Regions {
+        data: 1 << 26,
+        link: 1 << 24,
+    };
+    let ranks = layout.world * layout.stages;
+    let meshes = Mesh::threads(ranks, layout.stages, 1 << 26, regions)?;
+    let work = |mesh: Mesh| -> Result<T> {
+        let result = Rank::new(pack, layout, mesh.clone(), setup).and_then(|mut r| body(&mut r));
         if let Err(error) = &result {
-            comm.abort(&error.to_string());
+            mesh.abort(&error.to_string());
         }
         result
     };
     std::thread::scope(|scope| {
         let work = &work;
-        let handles: Vec<_> = comms
+        let handles: Vec<_> = meshes
             .into_iter()
-            .map(|comm| scope.spawn(move || work(comm)))
+            .map(|mesh| scope.spawn(move || work(mesh)))
             .collect();
         let joined = handles
             .into_iter()
@@ -325,12 +363,7 @@ pub fn run_trajectory(pack: &Pack, expected: &Trajectory, layout: Layout) -> Res
         if let Some(wanted) = expected.trainable.filter(|wanted| *wanted != trainable) {
             return Err(anyhow!("{trainable} trainable elements, expected {wanted}"));
         }
-        let accumulate = |rank: &mut Rank| {
-            let batches = expected.micro_batches.iter();
-            batches
-                .map(|b| rank.micro_batch(b))
-                .collect::<Result<Vec<_>>>()
-        };
+        let accumulate = |rank: &mut Rank| rank.micro_batches(&expected.micro_batches);
         let mut run = Travelled::default();
         for _ in 1..expected.losses.len() {
             let (_, report) = rank.update(expected.optimizer.lr, accumulate)?;

@@ -14,8 +14,10 @@ use std::sync::{Arc, OnceLock};
 /// Sharding, tiers, precision and device of a world.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Layout {
-    /// Number of ranks, each a thread.
+    /// Number of data-parallel ranks.
     pub world: usize,
+    /// Number of pipeline stages of each data-parallel rank; each stage is a thread.
+    pub stages: usize,
     /// ZeRO stage.
     pub stage: u8,
     /// Tiers of the states.
@@ -41,6 +43,7 @@ impl Layout {
     /// One rank without sharding, in f32.
     pub const SINGLE: Self = Self {
         world: 1,
+        stages: 1,
         stage: 0,
         offload: NO_OFFLOAD,
         precision: Precision::F32,

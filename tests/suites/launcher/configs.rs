@@ -175,7 +175,7 @@ fn a_deepspeed_file_is_explained_key_by_key() {
     let (code, page) = printed(&site, "explain-config ds.json");
     assert_eq!(code, Some(2));
     assert!(
-        page.contains("REFUSED the model is sharded by ZeRO only"),
+        page.contains("REFUSED the model is sharded by ZeRO and divided by layers (--mp-size)"),
         "{page}"
     );
 }

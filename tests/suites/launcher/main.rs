@@ -29,5 +29,6 @@ mod reports;
 mod restarts;
 mod resume;
 mod site;
+mod stages;
 mod synth;
 mod tuning;

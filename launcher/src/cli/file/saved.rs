@@ -33,7 +33,9 @@ const OF_PRECISION: [&str; 8] = [
 ];
 
 /// Settings that leave results as they are and are chosen anew with another layout.
-const OF_LAYOUT: [&str; 7] = [
+const OF_LAYOUT: [&str; 9] = [
+    "mp-size",
+    "mp-split",
     "shard-group",
     "optimizer-in-backward",
     "optimizer-in-forward",
@@ -43,7 +45,7 @@ const OF_LAYOUT: [&str; 7] = [
     "verify-gpu",
 ];
 /// Flags that change the layout.
-const LAYOUT: [&str; 5] = ["zero", "offload", "device", "nproc", "precision"];
+const LAYOUT: [&str; 6] = ["zero", "offload", "device", "nproc", "mp-size", "precision"];
 
 /// The line with the settings of the run that it continues, and the file that has them. `None` if the line is complete
 /// without them.

@@ -27,7 +27,7 @@ use crate::cli::{Args, Note};
 use crate::config::words::value_name;
 use crate::device::Chosen;
 use crate::error::Failure;
-use crate::rank_env::Env;
+use crate::rank_env::{Env, RankEnv};
 
 /// Configuration of a run, resolved from its arguments, and notes on it for the user.
 #[derive(Debug, Clone, PartialEq)]
@@ -95,6 +95,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         );
         return Err(out_of_range(&what, &why));
     }
+    let mp_size = mp_size(args, env, world_size)?;
     let (output, output_is_explicit) = output(args, env, &source)?;
     let offload = offload(args, chosen.device, &mut notes)?;
     let on_gpu = chosen.device == Device::Cuda && offload.optimizer == Tier::None;
@@ -120,13 +121,18 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         init: args.init.unwrap_or(defaults.init),
         zero: defaults::ZERO,
         zero_auto: None,
-        shard_group: shard_group(args, world_size)?,
+        shard_group: shard_group(args, world_size / mp_size)?,
         collectives: args.collectives.unwrap_or_default(),
         nvme_io: args.nvme_io.unwrap_or_default(),
-        optimizer_in_backward: optimizer_in_backward(args, on_gpu, &mut notes),
+        optimizer_in_backward: match optimizer_in_backward(args, on_gpu, &mut notes) {
+            OptimizerInBackward::Auto if mp_size > 1 => OptimizerInBackward::Off,
+            chosen => chosen,
+        },
         optimizer_in_forward: args.optimizer_in_forward.unwrap_or_default(),
         offload,
         world_size,
+        mp_size,
+        mp_split: args.mp_split.clone(),
         ranks_here: ranks_here(args, env, world_size),
         ranks_per_gpu: None,
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
@@ -145,7 +151,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
         checkpoint_num_layers: batch::num_layers(args)?,
-        batch: batch::resolve(args, env, defaults, world_size, &mut notes)?,
+        batch: batch::resolve(args, env, defaults, world_size / mp_size, &mut notes)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
         best: best::resolve(args, (save, eval), &mut notes)?,
@@ -187,7 +193,23 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     config.check_collectives()?;
     config.check_prefetch_weights()?;
     config.check_optimizer_in_forward()?;
+    config.check_pipeline(env.rank.as_ref().is_some_and(RankEnv::is_under_mpi))?;
     Ok(Resolved { config, notes })
+}
+
+/// Pipeline stages: the flag, or the environment's `MP_SIZE`.
+fn mp_size(args: &Args, env: &Env, world_size: usize) -> Result<usize, Failure> {
+    let stages = args.mp_size.or(env.mp_size).unwrap_or(1);
+    if stages > 0 && world_size.is_multiple_of(stages) {
+        return Ok(stages);
+    }
+    let why = text!(
+        "pipeline stages must divide the number of ranks, which is {world_size}",
+        "流水线段数必须整除 rank 数 {world_size}"
+    );
+    let next = world_size.div_ceil(stages.max(1)) * stages.max(1);
+    Err(out_of_range(&format!("--mp-size {stages}"), &why)
+        .next(Text::literal(format_args!("--nproc {next}"))))
 }
 
 /// Groups of ranks that hold a copy each; one group of all is none.
@@ -391,6 +413,10 @@ fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure>
         count if args.model.is_none() => count.min(defaults::NPROC),
         count => count,
     };
+    let stages = args.mp_size.or(env.mp_size).unwrap_or(1).max(1);
+    let default = env
+        .gpus_per_worker
+        .unwrap_or_else(|| default.next_multiple_of(stages));
     if args.nproc == Some(0) {
         return Err(out_of_range(
             "--nproc 0",
@@ -441,7 +467,10 @@ fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure>
 fn ranks_here(args: &Args, env: &Env, world_size: usize) -> Option<usize> {
     let here = match (&env.rank, &env.node) {
         (Some(rank), _) => rank.local_world_size,
-        (_, Some(node)) => node.share(args.nproc.unwrap_or(defaults::NPROC)).1,
+        (_, Some(node)) => {
+            let asked = args.nproc.or(env.gpus_per_worker);
+            node.share(asked.unwrap_or(defaults::NPROC)).1
+        }
         _ => world_size,
     };
     (here < world_size).then_some(here)
@@ -851,6 +880,13 @@ impl RunConfig {
             value_name(self.optimizer_in_forward),
         ));
         flags.push(("nproc", self.ranks_here().to_string()));
+        if self.mp_size > 1 {
+            flags.push(("mp-size", self.mp_size.to_string()));
+        }
+        flags.extend(self.mp_split.as_ref().map(|split| {
+            let counts: Vec<String> = split.iter().map(u32::to_string).collect();
+            ("mp-split", counts.join(","))
+        }));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));

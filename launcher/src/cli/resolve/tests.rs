@@ -342,6 +342,42 @@ fn run_directories_are_named_by_model_and_time() {
 }
 
 #[test]
+fn pipeline_stages_divide_the_ranks_and_sats_variables_set_them() {
+    let stages = |line: &str, variables: &[(&str, &str)]| {
+        let env = Env::from_lookup(&|name| {
+            let found = variables.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| value.into())
+        });
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Ok(Command::Train { args, .. }) = parse(&words) else {
+            panic!("{line}");
+        };
+        let resolved = resolve(&args, &env.expect("reads"));
+        resolved.map(|resolved| {
+            let config = resolved.config;
+            (config.world_size, config.mp_size, config.data_ranks())
+        })
+    };
+    let of = |line, variables| stages(line, variables).expect("resolves");
+    assert_eq!(of("--mp-size 3", &[]), (3, 3, 1));
+    assert_eq!(of("--mp_size 2 --nproc 4", &[]), (4, 2, 2));
+    assert_eq!(of("--model-parallel-size 2", &[]), (2, 2, 1));
+    assert_eq!(of("--pipeline-parallel-size 2", &[]), (2, 2, 1));
+    let sat = [("MP_SIZE", "2"), ("NUM_GPUS_PER_WORKER", "4")];
+    assert_eq!(of("", &sat), (4, 2, 2));
+    assert_eq!(of("--mp-size 1 --nproc 3", &sat), (3, 1, 3));
+    assert!(stages("--mp-size 3 --nproc 4", &[]).is_err());
+    assert!(stages("--mp-size 2 --mp-split 3", &[]).is_err());
+    assert!(stages("--mp-size 2 --optimizer-in-backward all", &[]).is_err());
+    let mpirun =
+        ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"].map(|part| format!("OMPI_COMM_WORLD_{part}"));
+    let values = ["0", "2", "0", "2"];
+    let mpirun: Vec<(&str, &str)> = mpirun.iter().map(String::as_str).zip(values).collect();
+    assert_eq!(of("--output out", &mpirun), (2, 1, 2));
+    assert!(stages("--output out --mp-size 2", &mpirun).is_err());
+}
+
+#[test]
 fn shard_groups_divide_the_ranks_of_a_stage_that_shards() {
     let groups = |nproc, zero: u8, ranks| {
         let args = Args {

@@ -736,16 +736,6 @@ const SAT: &[Key] = &[
         "strategy temperature top_p top_k num_beams length_penalty no_repeat_ngram_size min_tgt_length out_seq_length input_source output_path with_id max_inference_batch_size",
         Unused(GENERATION),
     ),
-    (
-        "model_parallel_size mp_size",
-        Only(
-            &["1"],
-            both(
-                "ZeRO shards the model: --zero 3",
-                "模型由 ZeRO 分片：--zero 3",
-            ),
-        ),
-    ),
     ("experiment_name", Unused(RUN_DIRECTORY)),
     ("summary_dir", Unused(RUN_DIRECTORY)),
     ("test_data", Unused(OTHER_DATA)),

@@ -306,7 +306,7 @@ fn duplicate_ids(samples: &[RawSample]) -> Vec<(String, usize)> {
 }
 
 fn balance_of(config: &RunConfig, measured: &[Measured], mix: Mix) -> statistics::Balance {
-    let (ranks, batch) = (config.world_size, &config.batch);
+    let (ranks, batch) = (config.data_ranks(), &config.batch);
     let sizes = SamplerSizes {
         samples: mix.per_epoch(),
         world_size: ranks,

@@ -440,7 +440,7 @@ fn problems_of_the_host_are_found() {
             (Warning, "scheduler-tasks"),
         ),
         (
-            |f| f.environment = table(&variables(&[("MP_SIZE", "4"), ("SLURM_X", "1")])),
+            |f| f.environment = table(&variables(&[("NUM_WORKERS", "4"), ("SLURM_X", "1")])),
             (Note, "variables-without-effect"),
         ),
     ];
@@ -477,7 +477,7 @@ fn the_report_is_plain_aligned_and_hides_the_home_directory() {
         used_bytes: Some(5 * GIB),
     }]);
     facts.environment = table(&variables(&[
-        ("MP_SIZE", "4"),
+        ("NUM_WORKERS", "4"),
         ("CUDA_HOME", "/opt/a/very/long/path/to/cuda"),
         ("HF_TOKEN", "hf_abcdef"),
     ]));
@@ -494,8 +494,8 @@ fn the_report_is_plain_aligned_and_hides_the_home_directory() {
         "          0000:00:00.0 · PCIe 1 x16 (at most 4 x16) · 4 NVLinks · peer access to 1\n",
         "          process 4711 uses 5.0G · 0 % busy · 0 uncorrected memory errors\n",
         "          all equal\n",
-        "          MP_SIZE                      4             the model is not split",
-        "instead: --nproc N --zero 3",
+        "          NUM_WORKERS                  4             this program starts the ranks",
+        "instead: --nproc N",
         "not shown",
         "/opt/a/very/long/path/to/cuda\n",
         " library  libnvrtc.so.13 13.0 /usr/lib/libnvrtc.so.13\n",

@@ -7,6 +7,7 @@ mod headline;
 mod matrix;
 mod nearest;
 mod planner;
+mod propose;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -20,12 +21,12 @@ use crate::error::{ErrorCode, Failure, quoted};
 use crate::lang::{Lang, Text, both, text};
 use crate::launch::hostfile;
 use crate::model::optimizer::trained_parts;
-use crate::model::setup::shapes;
+use crate::model::setup::{shapes, unit_costs};
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, upload_line};
 use crate::plan::{
     DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line,
-    backward_share, forward_line, pixel_line, quantized_event, resume, stage_line,
+    backward_share, forward_line, pixel_line, quantized_event, resume, stage_line, stages,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -63,6 +64,16 @@ pub(crate) fn run(
             pretty(&matrix::as_json(&rows))
         } else {
             Lang::chosen().speak(|| matrix::as_text(&config, &rows))
+        };
+        print(&text)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if args.propose == Some(true) {
+        let candidates = propose::candidates(&planner, &config, args)?;
+        let text = if json {
+            pretty(&propose::as_json(&candidates))
+        } else {
+            Lang::chosen().speak(|| propose::as_text(&config, &candidates, args))
         };
         print(&text)?;
         return Ok(ExitCode::SUCCESS);
@@ -329,7 +340,12 @@ fn as_text(
     for line in first.into_iter().flatten() {
         text += &shown(&line, usize::MAX);
     }
-    let trains = trained_parts(config, &*shapes(config)?.0)?;
+    let model = shapes(config)?.0;
+    let trains = trained_parts(config, &*model)?;
+    let costs = || unit_costs(config, &*model);
+    for line in stages::lines(config, plan, memory, &costs)? {
+        text += &shown(&line, usize::MAX);
+    }
     for line in [
         backward_line(plan, spare.as_ref()),
         forward_line(plan),

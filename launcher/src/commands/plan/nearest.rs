@@ -64,7 +64,7 @@ fn stages(config: &RunConfig) -> Choices {
 }
 
 fn groups(config: &RunConfig) -> Choices {
-    let one = vec![("shard-group", config.world_size.to_string())];
+    let one = vec![("shard-group", config.data_ranks().to_string())];
     let one = config.shard_group.map(|_| (1, one));
     std::iter::once((0, Vec::new())).chain(one).collect()
 }

@@ -1,7 +1,7 @@
 //! Properties of plans over a grid of settings.
 
 use super::planner::{Planner, made_up_sample};
-use super::{configuration, named_model};
+use super::{configuration, named_model, propose};
 use crate::cli::{self, Command, resolve};
 use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan, ZeroAuto};
 use crate::device::Nvidia;
@@ -299,6 +299,81 @@ fn planned_on(directory: &Path, device: u64, flags: &str) -> Settled {
         directory,
         &format!("--device cuda --hw 2x{device} --ram 1TiB {flags}"),
     )
+}
+
+#[test]
+fn proposals_compare_zero_with_pipeline_stages_and_quantization() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let model = directory.path().join("config.json");
+    let proposals = |hw: &str| {
+        let line = format!(
+            "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 --lora-rank 4 --gradient-accumulation-steps 4 --propose true --hw {hw} --ram 1TiB --bus 12GB/s --tflops 0.001",
+            model.display()
+        );
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Command::Plan { args, .. } = cli::parse(&words).expect("parses") else {
+            panic!("a line of `launcher plan`");
+        };
+        let env = Env::from_lookup(&|_| None).expect("an environment");
+        let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
+        let planner = Planner::new(&config, &args, false).expect("a planner");
+        let found = propose::candidates(&planner, &config, &args).expect("candidates");
+        (config.global_batch(), propose::as_json(&found), found)
+    };
+    let (samples, rows, found) = proposals("2x1TiB");
+    let rows = rows.as_array().expect("a list");
+    let flags = |row: &serde_json::Value| row["flags"].as_str().expect("flags").to_owned();
+    let all: Vec<String> = rows.iter().map(flags).collect();
+    // Four ZeRO stages undivided, one with stages, each with and without quantization.
+    assert_eq!(all.len(), 10, "{all:?}");
+    let stages = "--zero 0 --mp-size 2 --gradient-accumulation-steps 8";
+    assert!(all.iter().any(|row| row == stages), "{all:?}");
+    assert!(
+        all.iter().any(|row| row.ends_with("--quantize nf4")),
+        "{all:?}"
+    );
+    assert!(found.iter().all(|candidate| candidate.samples() == samples));
+    let seconds = |row: &serde_json::Value| row["step_seconds"].as_f64().expect("seconds");
+    assert!(
+        rows.windows(2)
+            .all(|pair| seconds(&pair[0]) <= seconds(&pair[1]))
+    );
+    // Pipeline stages transfer less than gathered weights, and wait for each other.
+    let of = |flags: &str| {
+        rows.iter()
+            .find(|row| row["flags"] == flags)
+            .expect("a row")
+    };
+    let gathered = of("--zero 3 --gradient-accumulation-steps 4");
+    let divided = of(stages);
+    let number = |row: &serde_json::Value, key: &str| row[key].as_f64().expect("a number");
+    assert!(number(divided, "transfer_seconds") < number(gathered, "transfer_seconds"));
+    assert!(number(divided, "compute_seconds") > number(gathered, "compute_seconds"));
+    let (_, rows, _) = proposals("2x1MiB");
+    assert!(
+        rows.as_array()
+            .is_some_and(|rows| rows.iter().all(|row| row["fits"] == false))
+    );
+}
+
+#[test]
+fn a_stage_needs_less_memory_than_the_whole_model() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let plan = |flags: &str| {
+        let config = config(directory.path(), &format!("--zero 0 --precision f32 {flags}"));
+        planned(&config).0
+    };
+    let whole = plan("--nproc 1");
+    let divided = plan("--nproc 2 --mp-size 2");
+    assert!(whole.boundary_bytes.is_empty());
+    assert_eq!(divided.boundary_bytes.len(), 1);
+    // One f32 hidden state of 256 elements for each of 128 tokens.
+    assert_eq!(divided.boundary_bytes[0], 128 * 256 * 4);
+    assert_eq!(divided.resident_by_rank.len(), 2);
+    let share = divided.peak.device as f64 / whole.peak.device as f64;
+    assert!((0.5..0.9).contains(&share), "{share}");
 }
 
 /// Plan of `launcher plan` with these flags.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::Plan;
+use engine::comm::mesh::{Group, Mesh, Regions};
 use engine::comm::shm::{self, ShmOptions};
 use engine::comm::tcp::{self, TcpOptions};
 use engine::comm::{CommError, Communicator, Tag, World, threads};
@@ -52,7 +53,7 @@ pub(crate) fn join(
     region: usize,
     devices: &dyn Devices,
     stop: &StopFlag,
-    noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
+    noted: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<Met, Failure> {
     let (comm, transport) = connect(config, env, plan, region, stop, noted)?;
     let warnings = match env.world_size {
@@ -106,6 +107,29 @@ fn connect(
     let comm = noted(shm::join(&options).map_err(|e| comm_failure(&e))?);
     compare(&facts, &*comm)?;
     Ok((comm, "shared memory"))
+}
+
+/// Joins the groups of a mesh of pipeline stages, each of which shares memory on this machine. `noted` wraps each
+/// communicator before its first collective.
+///
+/// # Errors
+/// Ranks are missing (exit 13), or shared memory is (exit 16).
+pub(crate) fn join_stages(
+    config: &RunPlan,
+    env: &RankEnv,
+    world: Arc<dyn Communicator>,
+    regions: Regions,
+    stop: &StopFlag,
+    noted: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
+) -> Result<Mesh, Failure> {
+    let open = |group: &Group| {
+        let name = format!("tessera-window-{}-{}", env.run_token, group.name);
+        let mut options = ShmOptions::new(name, group.world, group.region_bytes);
+        options.deadline = Duration::from_secs(config.comm_timeout_seconds);
+        options.stop = stop.shared();
+        shm::join(&options).map(&noted)
+    };
+    Mesh::join(world, config.mp_size, regions, open).map_err(|e: CommError| comm_failure(&e))
 }
 
 /// Unique token for the job's files, equal on all ranks. Ranks of the supervisor use its token, whose directories it

@@ -71,8 +71,8 @@ const NO_QUANTISED: Both = both(
     "不支持量化的权重和梯度：它们会改变结果",
 );
 const NO_PARALLEL: Both = both(
-    "the model is sharded by ZeRO only; other kinds of parallelism are not available",
-    "模型只用 ZeRO 分片；不支持其他并行方式",
+    "the model is sharded by ZeRO and divided by layers (--mp-size); other kinds of parallelism are not available",
+    "模型用 ZeRO 分片，并可按层切分（--mp-size）；不支持其他并行方式",
 );
 const NOT_AVAILABLE: Both = both(
     "it would change the training and is not available",
@@ -150,7 +150,7 @@ pub(super) const SECTIONS: &[Section] = &[
             key("datastates_ckpt", Map, "", Unused(STATES)),
             key("elasticity", Map, "", Off(both("the number of ranks changes only between runs; a checkpoint loads at any number", "rank 数只能在两次运行之间改变；检查点可用任意数量的 rank 加载"))),
             key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, both("remove it", "请删除它"))),
-            key("pipeline", Map, "", Off(NO_PARALLEL)),
+            key("pipeline", Map, "", Off(both("--mp-size M divides the layers among M ranks", "--mp-size M 把各层分给 M 个 rank"))),
             key("expert_parallel", Map, "", Off(NO_PARALLEL)),
             key("autotuning", Map, "", Off(both("`launcher plan` and --find-batch choose sizes before the run", "`launcher plan` 和 --find-batch 在运行之前选择大小"))),
             key("sparse_attention", Map, "", Off(NOT_AVAILABLE)),
@@ -392,7 +392,7 @@ pub(super) const SECTIONS: &[Section] = &[
         path: "tensor_parallel",
         strict: true,
         keys: &[
-            key("autotp_size", Whole, "0", Only(ONE, NO_PARALLEL, both("--zero 3 shards the weights over the ranks", "--zero 3 会把权重分片到各 rank"))),
+            key("autotp_size", Whole, "0", Only(ONE, NO_PARALLEL, both("--mp-size M divides the layers among M ranks; --zero 3 shards the weights", "--mp-size M 把各层分给 M 个 rank；--zero 3 会把权重分片"))),
             key("preset_model", Any, "", Unused(NO_PARALLEL)),
             key("tp_overlap_comm", Bool, "false", Unused(NO_PARALLEL)),
             key("partition_config", Any, "", Unused(NO_PARALLEL)),

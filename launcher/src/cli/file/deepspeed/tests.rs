@@ -318,7 +318,7 @@ fn mistakes_in_strict_sections_are_errors_and_elsewhere_warnings() {
         ),
         (
             format!("{{{Z}, \"sequence_parallel_size\": 2}}"),
-            "sharded by ZeRO only",
+            "other kinds of parallelism",
         ),
         (
             inside(

@@ -4,7 +4,7 @@ use super::Kind;
 use crate::lang::{Both, both};
 
 /// Variables that this program reads, with their effect.
-pub(super) const READ: [(&str, Both); 61] = [
+pub(super) const READ: [(&str, Both); 63] = [
     (
         "MAX_PIXELS",
         both(
@@ -17,6 +17,20 @@ pub(super) const READ: [(&str, Both); 61] = [
         both(
             "smallest area of an image of GLM-4.1V, as --image-min-pixels",
             "GLM-4.1V 图片的最小面积，同 --image-min-pixels",
+        ),
+    ),
+    (
+        "MP_SIZE",
+        both(
+            "pipeline stages that divide the layers, as --mp-size",
+            "分担各层的流水线段数，同 --mp-size",
+        ),
+    ),
+    (
+        "NUM_GPUS_PER_WORKER",
+        both(
+            "ranks on each machine, as --nproc",
+            "每台机器的 rank 数，同 --nproc",
         ),
     ),
     (
@@ -488,18 +502,7 @@ pub(super) const ACT_ON_OTHERS: [(&str, Both); 17] = [
 /// Names, why they have no effect here, what to use instead.
 pub(super) type Foreign = (&'static [&'static str], Both, Both);
 
-pub(super) const FOREIGN: [Foreign; 24] = [
-    (
-        &["MP_SIZE", "NUM_GPUS_PER_WORKER"],
-        both(
-            "the model is not split by layers or tensors",
-            "模型不按层或张量切分",
-        ),
-        both(
-            "--nproc N --zero 3 shards the parameters over N ranks",
-            "--nproc N --zero 3 会把参数分片到 N 个 rank",
-        ),
-    ),
+pub(super) const FOREIGN: [Foreign; 23] = [
     (
         &["NUM_WORKERS"],
         both("this program starts the ranks", "各 rank 由本程序启动"),

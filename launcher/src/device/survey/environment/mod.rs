@@ -3,7 +3,7 @@
 
 mod known;
 
-use crate::lang::{Both, text};
+use crate::lang::{Both, both, text};
 use serde::Serialize;
 
 use crate::rank_env::Variables;
@@ -82,7 +82,18 @@ pub(crate) fn notes(variables: &Variables) -> Vec<Event> {
             reason: text!("{effect}; here: {instead}", "{effect}；请改用：{instead}"),
         })
     });
-    rows.collect()
+    let set = |(name, flag): (&'static str, &'static str)| {
+        let value = variables.get(name)?.to_string_lossy().into_owned();
+        Some(Event::Info {
+            label: both("environment", "环境").into(),
+            text: text!(
+                "{name}={value} stands for {flag} {value}, where no flag says otherwise",
+                "{name}={value} 等同于 {flag} {value}，除非另有参数指定"
+            ),
+        })
+    };
+    let read = [("MP_SIZE", "--mp-size"), ("NUM_GPUS_PER_WORKER", "--nproc")];
+    rows.chain(read.into_iter().filter_map(set)).collect()
 }
 
 fn named(
@@ -141,14 +152,16 @@ mod tests {
     fn runs_name_variables_of_other_trainers() {
         let notes = notes(&environment(&[
             ("MP_SIZE", "4"),
+            ("NUM_WORKERS", "4"),
             ("RANK", "0"),
             ("HOME", "/"),
         ]));
-        let [Event::Note { flag, reason }] = &notes[..] else {
+        let [Event::Note { flag, reason }, Event::Info { text, .. }] = &notes[..] else {
             panic!("{notes:?}");
         };
-        assert_eq!(flag, "MP_SIZE");
-        assert!(reason.contains("--zero 3"), "{reason}");
+        assert_eq!(flag, "NUM_WORKERS");
+        assert!(reason.contains("--nproc"), "{reason}");
+        assert!(text.contains("MP_SIZE=4 stands for --mp-size 4"), "{text}");
     }
 
     #[test]
@@ -231,12 +244,11 @@ mod tests {
     #[test]
     fn variables_of_other_trainers_name_their_replacement() {
         let table = table(&environment(&[
-            ("MP_SIZE", "4"),
+            ("NUM_WORKERS", "4"),
             ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"),
         ]));
         for (name, words) in [
-            ("MP_SIZE", "--nproc"),
-            ("NUM_GPUS_PER_WORKER", "--zero 3"),
+            ("NUM_WORKERS", "--nproc"),
             ("PYTORCH_CUDA_ALLOC_CONF", "--device-memory-limit"),
         ] {
             let row = row(&table, name);
@@ -246,8 +258,8 @@ mod tests {
                 "{name}"
             );
         }
-        assert_eq!(row(&table, "MP_SIZE").value.as_deref(), Some("4"));
-        let unset = row(&table, "NUM_GPUS_PER_WORKER");
+        assert_eq!(row(&table, "NUM_WORKERS").value.as_deref(), Some("4"));
+        let unset = row(&table, "PYTORCH_ALLOC_CONF");
         assert!(!unset.is_set && unset.value.is_none());
         assert_eq!(row(&table, "CUDA_VISIBLE_DEVICES").kind, Kind::ActsOnOthers);
     }

@@ -1,0 +1,131 @@
+//! Pipeline stages: what a run with them cannot do.
+
+use super::{Device, OptimizerInBackward, RunConfig};
+use crate::error::Failure;
+use crate::lang::{Both, Text, both, text};
+
+impl RunConfig {
+    /// Refuses settings that pipeline stages do not support, and a division among another number of stages (exit 2).
+    /// `under_mpi`: an MPI launcher starts the ranks.
+    pub(crate) fn check_pipeline(&self, under_mpi: bool) -> Result<(), Failure> {
+        if let Some(split) = &self.mp_split {
+            let counts: Vec<String> = split.iter().map(u32::to_string).collect();
+            let flag = format!("--mp-split {}", counts.join(","));
+            if split.len() != self.mp_size || split.contains(&0) {
+                let stages = self.mp_size;
+                return Err(Failure::usage(
+                    text!(
+                        "{flag} does not divide the units among --mp-size {stages} stages",
+                        "{flag} 无法把单元分给 --mp-size {stages} 个段"
+                    ),
+                    both(
+                        "it needs one number of units, at least 1, for each stage",
+                        "每个段都需要一个至少为 1 的单元数",
+                    ),
+                )
+                .next(both(
+                    "omit --mp-split, and planning balances the stages",
+                    "请去掉 --mp-split，由规划平衡各段",
+                )));
+            }
+        }
+        if self.mp_size == 1 {
+            return Ok(());
+        }
+        match self.not_in_stages(under_mpi) {
+            None => Ok(()),
+            Some((what, why, next)) => Err(Failure::usage(
+                text!(
+                    "--mp-size {} is not available with {what}",
+                    "--mp-size {} 不能与 {what} 一起使用",
+                    self.mp_size
+                ),
+                why,
+            )
+            .next(next)),
+        }
+    }
+
+    /// A setting that does not work with pipeline stages, why, and what to use.
+    fn not_in_stages(&self, under_mpi: bool) -> Option<(Text, Both, Both)> {
+        let without = both("omit --mp-size", "请去掉 --mp-size");
+        if self.device == Device::Cuda {
+            return Some((
+                Text::literal("--device cuda"),
+                both(
+                    "activations cross the boundaries of stages in host memory; copies from and to GPUs are not built yet",
+                    "激活经由主机内存跨越各段的边界；尚未实现与 GPU 之间的拷贝",
+                ),
+                both(
+                    "--device cpu, or --zero 3 instead of --mp-size",
+                    "请使用 --device cpu，或用 --zero 3 代替 --mp-size",
+                ),
+            ));
+        }
+        if self.ranks_here.is_some() {
+            return Some((
+                both("ranks on several machines", "多台机器上的 rank").into(),
+                both(
+                    "the groups of a mesh share memory on one machine",
+                    "网格中的各组在一台机器上共享内存",
+                ),
+                without,
+            ));
+        }
+        if under_mpi {
+            return Some((
+                both("ranks that mpirun starts", "由 mpirun 启动的 rank").into(),
+                both(
+                    "the groups of a mesh are not joined over MPI yet",
+                    "网格中的各组尚不能通过 MPI 连接",
+                ),
+                both(
+                    "start with the launcher and --nproc, or with torchrun",
+                    "请用本启动器和 --nproc 启动，或用 torchrun 启动",
+                ),
+            ));
+        }
+        if matches!(
+            self.optimizer_in_backward,
+            OptimizerInBackward::All | OptimizerInBackward::Most(_)
+        ) {
+            return Some((
+                Text::literal(format_args!(
+                    "--optimizer-in-backward {}",
+                    self.optimizer_in_backward
+                )),
+                both(
+                    "the last backward of a step begins while others are still open",
+                    "一步中最后一次反向开始时，其他反向尚未结束",
+                ),
+                both(
+                    "--optimizer-in-backward off",
+                    "请使用 --optimizer-in-backward off",
+                ),
+            ));
+        }
+        if self.elastic {
+            return Some((
+                Text::literal("--elastic"),
+                both(
+                    "a restart with fewer ranks would have another division of the layers",
+                    "用更少的 rank 重新启动会改变各层的划分",
+                ),
+                both("omit --elastic", "请去掉 --elastic"),
+            ));
+        }
+        self.batch.find_batch.then(|| {
+            (
+                Text::literal("--find-batch"),
+                both(
+                    "the division of the layers depends on the batch",
+                    "各层的划分取决于批大小",
+                ),
+                both(
+                    "give --per-device-train-batch-size",
+                    "请指定 --per-device-train-batch-size",
+                ),
+            )
+        })
+    }
+}

@@ -1,0 +1,270 @@
+//! Pipeline stages in a plan: the dry run of a stage, whose transfers have shapes only, and the output lines about stages.
+
+use crate::config::RunPlan;
+use crate::error::Failure;
+use crate::lang::{Text, both, text};
+use crate::memory::RankMemory;
+use crate::model::stages::Cost;
+use crate::ui::Event;
+use crate::units::bytes;
+use engine::comm::World;
+use engine::comm::mesh::{Coordinates, Neighbor};
+use engine::{
+    BoundaryTensor, DryRun, EngineError, Lease, ParamAccess, ParamId, PassKind, Phase,
+    PipelineStage, Plan, UnitId, Zero,
+};
+use kernels::{Backend, DType, Shape, Tag, Tensor};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Value of a transfer.
+#[derive(Clone, Copy, Debug)]
+struct Crossed {
+    index: u32,
+    wants_gradient: bool,
+    shape: Shape,
+    dtype: DType,
+}
+
+/// Values that one forward pass sends to the next stage.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Transfer(Vec<Crossed>);
+
+impl Transfer {
+    /// Bytes of all values.
+    pub(super) fn bytes(&self) -> u64 {
+        let bytes = |value: &Crossed| value.shape.elems() * value.dtype.size_bytes();
+        self.0.iter().map(bytes).sum::<usize>() as u64
+    }
+
+    fn of(values: &[BoundaryTensor]) -> Self {
+        let crossed = |passed: &BoundaryTensor| Crossed {
+            index: passed.index,
+            wants_gradient: passed.wants_gradient,
+            shape: passed.value.shape(),
+            dtype: passed.value.dtype(),
+        };
+        Self(values.iter().map(crossed).collect())
+    }
+
+    /// The values as a stage receives them.
+    fn on(&self, backend: &dyn Backend) -> Result<Vec<BoundaryTensor>, EngineError> {
+        let received = |value: &Crossed| {
+            let Crossed { shape, dtype, .. } = *value;
+            let bytes = vec![0; shape.elems() * dtype.size_bytes()];
+            Ok(BoundaryTensor {
+                index: value.index,
+                wants_gradient: value.wants_gradient,
+                value: backend.upload(&bytes, shape, dtype, Tag::Activations)?,
+            })
+        };
+        self.0.iter().map(received).collect()
+    }
+}
+
+/// State of the dry run of one pipeline stage.
+#[derive(Debug)]
+pub(super) struct StageRun {
+    coordinates: Coordinates,
+    kind: Cell<PassKind>,
+    /// What the previous stage sent, one entry for each forward pass still to come.
+    received: RefCell<VecDeque<Transfer>>,
+    /// What this stage sent, one entry for each forward pass so far.
+    sent: RefCell<Vec<Transfer>>,
+    /// What this stage sent in forward passes whose backward is still to come.
+    open: RefCell<VecDeque<Transfer>>,
+}
+
+impl StageRun {
+    /// Pipeline stage `stage` of `plan`, which receives `received` in its forward passes.
+    pub(super) fn new(stage: usize, plan: &Plan, received: Vec<Transfer>) -> Self {
+        Self {
+            coordinates: Coordinates {
+                data: World {
+                    rank: 0,
+                    size: plan.world_size(),
+                },
+                stage,
+                stages: plan.stages(),
+            },
+            kind: Cell::new(PassKind::Infer),
+            received: RefCell::new(received.into()),
+            sent: RefCell::default(),
+            open: RefCell::default(),
+        }
+    }
+
+    /// What the stage sent, one entry for each forward pass.
+    pub(super) fn sent(self) -> Vec<Transfer> {
+        self.sent.into_inner()
+    }
+
+    /// The stage as passes use it.
+    pub(super) fn on<'a>(&'a self, dry_run: &'a DryRun) -> OnStage<'a> {
+        OnStage {
+            zero: dry_run,
+            run: self,
+        }
+    }
+}
+
+/// Dry run of a pipeline stage, as passes use it.
+#[derive(Debug)]
+pub(super) struct OnStage<'a> {
+    zero: &'a Zero,
+    run: &'a StageRun,
+}
+
+impl ParamAccess for OnStage<'_> {
+    fn backend(&self) -> &Arc<dyn Backend> {
+        self.zero.backend()
+    }
+
+    fn lease(&self, unit: UnitId, phase: Phase) -> Result<Lease<'_>, EngineError> {
+        self.zero.lease(unit, phase)
+    }
+
+    fn deposit(&self, id: ParamId, grad: &Tensor) -> Result<(), EngineError> {
+        self.zero.deposit(id, grad)
+    }
+
+    fn activations(&self) -> Option<&engine::Activations> {
+        self.zero.activations()
+    }
+
+    fn is_trainable(&self, id: ParamId) -> bool {
+        self.zero.is_trainable(id)
+    }
+
+    fn needs_backward(&self, unit: UnitId) -> bool {
+        self.zero.needs_backward(unit)
+    }
+
+    fn recomputes_input(&self, unit: UnitId) -> bool {
+        self.zero.recomputes_input(unit)
+    }
+
+    fn own_units(&self) -> Option<Range<u32>> {
+        self.zero.own_units()
+    }
+
+    fn pipeline(&self) -> Option<&dyn PipelineStage> {
+        Some(self)
+    }
+}
+
+impl PipelineStage for OnStage<'_> {
+    fn coordinates(&self) -> Coordinates {
+        self.run.coordinates
+    }
+
+    fn begin(&self, kind: PassKind) {
+        self.run.kind.set(kind);
+        self.zero.begin_pass(kind);
+    }
+
+    fn end(&self, _kind: PassKind) -> Result<(), EngineError> {
+        self.zero.end_pass()
+    }
+
+    fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<(), EngineError> {
+        if to == Neighbor::Next {
+            let transfer = Transfer::of(values);
+            if self.run.kind.get() == PassKind::Forward {
+                self.run.open.borrow_mut().push_back(transfer.clone());
+            }
+            self.run.sent.borrow_mut().push(transfer);
+        }
+        Ok(())
+    }
+
+    fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>, EngineError> {
+        let queue = match from {
+            Neighbor::Previous => &self.run.received,
+            Neighbor::Next => &self.run.open,
+        };
+        let mut transfer = queue.borrow_mut().pop_front().unwrap_or_default();
+        if from == Neighbor::Next {
+            transfer.0.retain(|value| value.wants_gradient);
+        }
+        transfer.on(&**self.zero.backend())
+    }
+}
+
+/// Fraction of a step in which a stage waits, with `micro_batches` per update on `stages` pipeline stages (1F1B).
+pub(super) fn bubble(stages: usize, micro_batches: usize) -> f64 {
+    (stages - 1) as f64 / (micro_batches + stages - 1) as f64
+}
+
+/// Lines about the pipeline stages of a run: units, balance, bubble and transfers. `costs` are those of the units. None
+/// without stages.
+pub(crate) fn lines(
+    run: &RunPlan,
+    plan: &Plan,
+    memory: &RankMemory,
+    costs: &dyn Fn() -> Result<Vec<Cost>, Failure>,
+) -> Result<Vec<Event>, Failure> {
+    let Some(slice) = &plan.config().slice else {
+        return Ok(Vec::new());
+    };
+    let (stages, micro_batches) = (run.mp_size, run.batch.accumulation_steps);
+    let costs = costs()?;
+    let shares = |of: fn(&Cost) -> f64| {
+        let total = costs.iter().map(of).sum::<f64>().max(1.0);
+        let share = |stage: usize| {
+            let units = slice.units(stage);
+            let part = &costs[units.start as usize..units.end as usize];
+            format!("{:.0}", 100.0 * part.iter().map(of).sum::<f64>() / total)
+        };
+        (0..stages).map(share).collect::<Vec<_>>().join(", ")
+    };
+    let counts: Vec<String> = slice.counts.iter().map(u32::to_string).collect();
+    let crossing = memory.boundary_bytes.iter().map(|count| bytes(*count));
+    let crossing = crossing.collect::<Vec<_>>().join(", ");
+    let waits = 100.0 * bubble(stages, micro_batches);
+    let mut lines = vec![Event::Info {
+        label: both("stages", "流水线").into(),
+        text: Text::join(
+            &[
+                text!(
+                    "{} units · {} % of the operations · {} % of the bytes · {} data-parallel ranks each",
+                    "{} 个单元 · 占运算的 {} % · 占字节的 {} % · 各有 {} 个数据并行 rank",
+                    counts.join(", "),
+                    shares(|cost| cost.operations),
+                    shares(|cost| cost.bytes),
+                    run.data_ranks(),
+                ),
+                text!(
+                    "at most {crossing} cross each boundary, in each direction · a stage waits {waits:.0} % of a step with {micro_batches} micro-batches",
+                    "每个边界每个方向最多传输 {crossing} · 每次更新 {micro_batches} 个微批时，各段有 {waits:.0} % 的时间在等待"
+                ),
+            ],
+            "\n",
+        ),
+    }];
+    if micro_batches < stages {
+        let less = 100.0 * bubble(stages, 4 * stages);
+        lines.push(Event::Warning {
+            text: text!(
+                "{micro_batches} micro-batches keep {stages} pipeline stages waiting {waits:.0} % of a step: --gradient-accumulation-steps {} waits {less:.0} %",
+                "{micro_batches} 个微批使 {stages} 个流水线段有 {waits:.0} % 的时间在等待：--gradient-accumulation-steps {} 时为 {less:.0} %",
+                4 * stages
+            ),
+        });
+    }
+    Ok(lines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_micro_batches_wait_less() {
+        assert_eq!(bubble(1, 1), 0.0);
+        assert_eq!(bubble(2, 1), 0.5);
+        assert_eq!(bubble(4, 12), 0.2);
+    }
+}

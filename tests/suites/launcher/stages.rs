@@ -1,0 +1,139 @@
+//! Pipeline stages: the bits of an undivided run, checkpoints for other meshes, and the end of a stage.
+
+use crate::endings::LONG;
+use crate::site::{
+    Site, assert_nothing_left, assert_says, log_rows, losses, ranks, read_json, signal,
+};
+use std::fs;
+use std::time::{Duration, Instant};
+use tests::tolerance::TRAJECTORY;
+
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// Losses, gradient norms and results of the evaluation of a run.
+fn numbers(site: &Site, run: &str) -> (Vec<f64>, Vec<serde_json::Value>, [serde_json::Value; 2]) {
+    let directory = site.path(run);
+    let norms = log_rows(&directory)
+        .iter()
+        .filter(|row| row["loss"].is_number())
+        .map(|row| row["grad_norm"].clone())
+        .collect();
+    let results = read_json(&directory.join("eval_results.json"));
+    let eval = ["eval_loss", "exact_match"].map(|key| results[key].clone());
+    (losses(&directory), norms, eval)
+}
+
+/// Compares a run on `stages` stages with an undivided one with the same data-parallel ranks: same bits.
+fn assert_equal(site: &Site, common: &str, data_ranks: usize, stages: usize, weights: &str) {
+    let common = format!("{common} --max-steps 3 --eval-data data/samples.json");
+    site.train(&format!(
+        "{common} --nproc {data_ranks} --output whole{stages}"
+    ));
+    let ranks = data_ranks * stages;
+    let outcome = site.train(&format!(
+        "{common} --nproc {ranks} --mp-size {stages} --output divided{stages}"
+    ));
+    assert!(
+        outcome.screen.contains("cross each boundary"),
+        "{}",
+        outcome.screen
+    );
+    let runs = ["whole", "divided"].map(|run| format!("{run}{stages}"));
+    let [whole, divided] = runs.each_ref().map(|run| numbers(site, run));
+    assert_eq!(whole, divided, "{common}");
+    let [whole, divided] = runs.each_ref().map(|run| {
+        let path = format!("{run}/checkpoint-3/{weights}");
+        fs::read(site.path(&path)).unwrap()
+    });
+    assert!(whole == divided, "{common}: weights differ");
+}
+
+#[test]
+fn stages_have_the_bits_of_an_undivided_run() {
+    let site = Site::with_family("cogagent-chat-hf");
+    let line = "--text-without-cross true --zero 2 --gradient-accumulation-steps 3";
+    assert_equal(&site, line, 1, 2, "model.safetensors");
+    let site = Site::new();
+    let line = "--use-lora true --lora-rank 4 --lora-dropout 0.3 --zero 3 --offload cpu --gradient-accumulation-steps 2";
+    assert_equal(&site, line, 2, 2, "adapter_model.safetensors");
+    let line = "--zero 1 --precision bf16 --checkpoint-num-layers 2";
+    assert_equal(&site, line, 1, 3, "model.safetensors");
+    let site = Site::new();
+    let line = "--use-lora true --lora-rank 4 --zero auto --quantize nf4 --tokens-per-batch 300 --gradient-accumulation-steps 2";
+    assert_equal(&site, line, 1, 2, "adapter_model.safetensors");
+}
+
+#[test]
+fn a_checkpoint_of_stages_loads_on_other_meshes() {
+    let site = Site::new();
+    let mesh = "--nproc 4 --mp-size 2 --zero 2 --gradient-accumulation-steps 3";
+    site.train(&format!(
+        "{mesh} --max-steps 4 --save-steps 2 --output whole"
+    ));
+    let whole = losses(&site.path("whole"));
+    site.train(&format!(
+        "{mesh} --max-steps 4 --output again --resume whole/checkpoint-2"
+    ));
+    assert_eq!(losses(&site.path("again")), whole[2..]);
+    for (output, line) in [
+        (
+            "a",
+            "--nproc 3 --mp-size 1 --zero 3 --gradient-accumulation-steps 2",
+        ),
+        (
+            "b",
+            "--nproc 3 --mp-size 3 --zero 0 --gradient-accumulation-steps 6",
+        ),
+    ] {
+        site.train(&format!(
+            "{line} --max-steps 4 --output {output} --resume whole/checkpoint-2"
+        ));
+        let rest = losses(&site.path(output));
+        assert_eq!(rest.len(), 2);
+        for (ours, theirs) in rest.iter().zip(&whole[2..]) {
+            assert!((ours - theirs).abs() < TRAJECTORY, "{whole:?} {rest:?}");
+        }
+    }
+}
+
+#[test]
+fn a_killed_stage_ends_the_run_with_one_report() {
+    let site = Site::new();
+    let mut run = site.start(&format!("{LONG} --nproc 3 --mp-size 3"));
+    run.wait_for_step();
+    let token = site.token();
+    let (victim, rank) = ranks(&token)[1];
+    let killed = Instant::now();
+    signal(victim, "KILL");
+    let outcome = run.finish();
+    assert!(killed.elapsed() < STOP_LIMIT, "{:?}", killed.elapsed());
+    assert_eq!(outcome.code, Some(12), "{}", outcome.screen);
+    let named = format!("rank {rank} was killed");
+    assert!(outcome.screen.contains(&named), "{}", outcome.screen);
+    assert_eq!(outcome.screen.matches("error[").count(), 1);
+    assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn divisions_that_do_not_exist_are_refused() {
+    let site = Site::new();
+    for (line, words) in [
+        ("--nproc 2 --mp-size 3", "must divide the number of ranks"),
+        ("--nproc 2 --mp-size 2 --mp-split 1,1", "the model has"),
+        (
+            "--nproc 2 --mp-size 2 --mp-split 3",
+            "does not divide the units",
+        ),
+        (
+            "--nproc 2 --mp-size 2 --inject nan:rank=0,step=1",
+            "only the last of 2",
+        ),
+        (
+            "--nproc 2 --mp-size 2 --elastic --max-restarts 1",
+            "--elastic",
+        ),
+    ] {
+        let screen = site.refuse(line, 2, "E09");
+        assert_says(&screen, &[words]);
+    }
+}
