@@ -5,6 +5,7 @@ inputs are built by that code, and labels follow the published training script o
 """
 
 import inspect
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ class Reference:
     def check(self, sample):
         if sample.thinking is not None and not self.thinks:
             raise Refused("the model's template has no switch `enable_thinking`")
+        control = set(self.tokenizer.all_special_tokens) - {"<image>"}
+        if any(token in message["content"] for message in sample.messages for token in control):
+            raise Refused("a text has control tokens")
 
     def encode(self, sample):
         """Inputs and labels of a sample."""
@@ -505,8 +509,6 @@ FAMILIES = {
 
 def family_of(directory, trusted=False):
     """The reference of a model directory. Without `trusted` none runs code of the directory."""
-    import json
-
     config = Path(directory) / "config.json"
     if not config.is_file():
         raise Refused(f"{directory} has no config.json")
