@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compare_reference import family_of, main as compare_reference, read_samples
+from compare_reference import main as compare_reference, read_samples
+from reference_families import family_of
 
 # Twice the rounding of two right implementations, as tests/src/tolerance.rs bounds logits.
 LOGITS = 6e-5
@@ -58,8 +59,7 @@ def check(binaries, pack, work):
         reference = family_of(directory)(directory, "cpu")
         if adapter:
             reference.model = PeftModel.from_pretrained(reference.model, adapter).eval()
-        encoded = [reference.encode(*sample) for sample in samples]
-        return [reference.case(*sample)["logits"] for sample in encoded]
+        return [reference.case(*reference.encode(sample))["logits"] for sample in samples]
 
     base, merged, adapted = logits(pack), logits(work / "merged"), logits(pack, work / "adapter")
     apart, changed = difference(merged, adapted), difference(base, merged)

@@ -172,6 +172,46 @@ fn a_pack_of_losses_logits_and_adapters_is_compared_without_gradients_of_all_wei
     assert!(norms.grads.len() < full.grads.len());
 }
 
+/// The LoRA run of a pack of another form, as the script writes that of a user's model: a list of modules or a pattern.
+#[test]
+fn adapters_of_a_users_model_are_compared_in_every_family() {
+    for (name, case) in [
+        ("minicpm-v-2_6", "wide_two_turns"),
+        ("cogvlm2-llama3-chat-19B", "chat_square"),
+    ] {
+        let copy = copy_of(name, case);
+        let read = |file: &str| -> Value {
+            serde_json::from_slice(&fs::read(Pack::beside(name).join(file)).unwrap()).unwrap()
+        };
+        for adapters in ["adapter_init", "adapter_after8"] {
+            copy_files(
+                &Pack::beside(name).join(adapters),
+                &copy.path().join(adapters),
+            );
+        }
+        let (stored, config) = (
+            read("trajectory.json"),
+            read("adapter_init/adapter_config.json"),
+        );
+        let run = &stored["lora"];
+        let losses = run.get("losses").unwrap_or(run).as_array().unwrap();
+        let written = json!({"optimizer": stored["optimizer"], "lora": {
+            "micro_batches": [case], "losses": losses[..8], "loss_after": losses[8], "grad_norms": [],
+            "rank": config["r"], "alpha": config["lora_alpha"], "targets": config["target_modules"],
+            "adapters": ["adapter_init", "adapter_after8"],
+        }});
+        fs::write(copy.path().join("trajectory.json"), written.to_string()).unwrap();
+        let pack = Pack::read(copy.path()).unwrap();
+        let processor = open_processor(copy.path()).unwrap();
+        let runs = packs_of(pack.family).trajectories(&pack, &*processor);
+        let [run] = &runs.unwrap()[..] else {
+            panic!("{name}: not one run")
+        };
+        assert!(!run.after.is_empty());
+        all_ok(name, &check_trajectory(&pack, run, Layout::SINGLE).unwrap());
+    }
+}
+
 #[test]
 fn rows_of_the_training_scripts_have_no_history() {
     let (name, case) = ("cogagent-chat-hf", "chat_square");

@@ -7,6 +7,7 @@ use super::compare::{
 use super::family::{AdamW, PackFamily, Section, Trajectory, floats};
 use super::pack::{Case, Expected, Pack, Stored, read_json};
 use super::quantized;
+use super::trajectories::of_users;
 use crate::tolerance;
 use anyhow::{Context, Result, ensure};
 use models::data::{EncodeOptions, EncodedSample, IGNORED, RawSample, Slice, read_samples};
@@ -65,6 +66,9 @@ impl PackFamily for MiniCpmPacks {
     }
 
     fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
+        if let Some(runs) = of_users(pack, &|case| encode(case, processor))? {
+            return Ok(runs);
+        }
         let stored = Runs::read(pack)?;
         let bound = match MiniCpmConfig::load(&pack.dir)?.family {
             Edition::Vision => tolerance::TRAJECTORY,

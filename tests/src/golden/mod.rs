@@ -12,6 +12,7 @@ pub mod minicpm;
 mod pack;
 pub mod quantized;
 mod supported;
+mod trajectories;
 
 pub use compare::{
     CaseRun, Comparison, compare_activation, compare_computed, compare_floats, compare_gradient,

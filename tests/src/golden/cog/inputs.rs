@@ -93,22 +93,28 @@ fn prompts(
 ) -> Result<Vec<Comparison>> {
     let (raw, options) = (conversation.raw(), conversation.hub()?);
     let answer = raw.answer().unwrap_or_default();
-    let text = processor.render(&raw, images, &options)?;
-    let bytes = |text: &str| text.bytes().map(i64::from).collect::<Vec<_>>();
-    let want = format!("{}{answer}", conversation.rendered_prompt);
+    let mut all = Vec::new();
+    if let Some(rendered) = &conversation.rendered_prompt {
+        let text = processor.render(&raw, images, &options)?;
+        let bytes = |text: &str| text.bytes().map(i64::from).collect::<Vec<_>>();
+        let want = format!("{rendered}{answer}");
+        all.push(compare_ints(
+            "rendered_prompt",
+            &bytes(&text),
+            &bytes(&want),
+        ));
+    }
     let style = PlaceholderStyle::Training;
     let prompt = processor.encode_prompt(&raw, images, &options, style)?;
     let sample = &samples[0];
     let first = sample.labels.iter().position(|l| *l != IGNORED);
     let context = first.map_or(0, |first| first + 1);
-    Ok(vec![
-        compare_ints("rendered_prompt", &bytes(&text), &bytes(&want)),
-        compare_ints(
-            "prompt ids",
-            &wide(&prompt.input_ids),
-            &wide(&sample.input_ids[..context]),
-        ),
-    ])
+    all.push(compare_ints(
+        "prompt ids",
+        &wide(&prompt.input_ids),
+        &wide(&sample.input_ids[..context]),
+    ));
+    Ok(all)
 }
 
 /// Compares the rows of the training scripts, padded to their length.

@@ -9,6 +9,7 @@ use super::compare::{
 };
 use super::family::{PackFamily, Section, Trajectory};
 use super::pack::{Case, Pack, Stored, read_json};
+use super::trajectories::of_users;
 use crate::tolerance;
 use anyhow::{Context, Result, ensure};
 use models::Processor;
@@ -69,7 +70,10 @@ impl PackFamily for CogPacks {
     }
 
     fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
-        flows::trajectories(pack, processor)
+        match of_users(pack, &|case| encode(case, processor))? {
+            Some(runs) => Ok(runs),
+            None => flows::trajectories(pack, processor),
+        }
     }
 
     fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {
@@ -119,7 +123,7 @@ struct Conversation {
     conversations: Vec<Message>,
     images: Vec<PathBuf>,
     template_version: String,
-    rendered_prompt: String,
+    rendered_prompt: Option<String>,
     max_length: Option<usize>,
     sat_version: Option<String>,
     sat_max_length: Option<usize>,

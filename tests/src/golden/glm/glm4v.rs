@@ -5,7 +5,7 @@ use super::shared::{
     TOKENIZER_CASES, compare_common, encode, image_bytes, ones, own_labels, padded, special_tokens,
     tokenizer_cases, wide,
 };
-use super::trajectories::trajectories;
+use crate::golden::trajectories::trajectories;
 use crate::golden::{
     Case, CaseRun, Comparison, Pack, PackFamily, Section, Trajectory, compare_activation,
     compare_floats, compare_ints, compare_loss, read_json,
@@ -140,7 +140,7 @@ impl PackFamily for Glm4vPacks {
     }
 
     fn trajectories(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
-        trajectories(pack, processor)
+        trajectories(pack, &|case| self.samples(pack, case, processor))
     }
 
     fn tables(&self, pack: &Pack, processor: &dyn Processor) -> Result<Vec<Section>> {

@@ -4,7 +4,6 @@ mod glm41v;
 mod glm4v;
 mod greedy;
 mod shared;
-mod trajectories;
 
 pub(super) use glm4v::Glm4vPacks;
 pub(super) use glm41v::Glm41vPacks;

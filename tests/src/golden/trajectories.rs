@@ -1,11 +1,9 @@
-//! `trajectory.json` of GLM-4V and GLM-4.1V.
+//! `trajectory.json` of GLM-4V and GLM-4.1V, and of any family as `scripts/compare_reference.py` writes it.
 
-use super::shared::encode;
-use crate::golden::{AdamW, Case, Expected, Pack, Trajectory, floats, read_json};
+use super::{AdamW, Case, Expected, Pack, Trajectory, floats, read_json};
 use crate::tolerance;
 use anyhow::{Context, Result, ensure};
-use models::Processor;
-use models::data::{EncodeOptions, EncodedSample};
+use models::data::EncodedSample;
 use models::lora::{LoraConfig, LoraTargets};
 use models::selection::Selection;
 use serde::Deserialize;
@@ -23,13 +21,47 @@ struct Stored {
     token_counts: Option<Vec<usize>>,
     rank: Option<usize>,
     alpha: Option<f32>,
-    #[serde(default)]
-    targets: Vec<String>,
+    targets: Option<Targets>,
     adapters: Option<[String; 2]>,
 }
 
+/// Adapted modules as peft reads them.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Targets {
+    /// A pattern of whole module paths.
+    Pattern(String),
+    /// Ends of module paths.
+    Ends(Vec<String>),
+}
+
+impl Targets {
+    fn into_lora(self) -> LoraTargets {
+        LoraTargets::Pattern(match self {
+            Self::Pattern(pattern) => pattern,
+            Self::Ends(names) => {
+                let names: Vec<String> = names.iter().map(|t| t.replace('.', r"\.")).collect();
+                format!(r".*\.({})", names.join("|"))
+            }
+        })
+    }
+}
+
+/// Encodes the samples of a case.
+type Encode<'e> = &'e dyn Fn(&Case) -> Result<Vec<EncodedSample>>;
+
+/// The trajectories of a pack that compares with its users' own model, which states names of adapters; `None` if it does
+/// not.
+pub(super) fn of_users(pack: &Pack, encode: Encode<'_>) -> Result<Option<Vec<Trajectory>>> {
+    let all: BTreeMap<String, Value> = read_json(&pack.dir.join("trajectory.json"))?;
+    let named = all
+        .get("lora")
+        .is_some_and(|run| run.get("adapters").is_some());
+    named.then(|| trajectories(pack, encode)).transpose()
+}
+
 /// The trajectories of a pack. Runs that show a wrong way of averaging (`_WRONG`) are left out.
-pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec<Trajectory>> {
+pub(super) fn trajectories(pack: &Pack, encode: Encode<'_>) -> Result<Vec<Trajectory>> {
     let all: BTreeMap<String, Value> = read_json(&pack.dir.join("trajectory.json"))?;
     let optimizer: AdamW = serde_json::from_value(
         all.get("optimizer")
@@ -42,22 +74,19 @@ pub(super) fn trajectories(pack: &Pack, processor: &dyn Processor) -> Result<Vec
     runs.map(|(name, value)| {
         let stored = serde_json::from_value(value.clone());
         let stored = stored.with_context(|| format!("{name} in trajectory.json"))?;
-        trajectory(pack, processor, name, stored, optimizer.clone())
+        trajectory(pack, encode, name, stored, optimizer.clone())
     })
     .collect()
 }
 
 fn trajectory(
     pack: &Pack,
-    processor: &dyn Processor,
+    encode: Encode<'_>,
     name: &str,
     stored: Stored,
     optimizer: AdamW,
 ) -> Result<Trajectory> {
-    let batch = |name: &String| {
-        let case: &Case = pack.case(name)?;
-        encode(pack, case, processor, &EncodeOptions::default())
-    };
+    let batch = |name: &String| encode(pack.case(name)?);
     let batches: Vec<Vec<EncodedSample>> = stored
         .micro_batches
         .iter()
@@ -80,17 +109,16 @@ fn trajectory(
     if name == "freeze_vision" {
         run.options.freeze = Some(Selection::parse("vision")?);
     }
-    if let (Some(lora_rank), Some(lora_alpha)) = (stored.rank, stored.alpha) {
-        let names = stored.targets.iter().map(|t| t.replace('.', r"\."));
-        let names: Vec<String> = names.collect();
+    if let (Some(lora_rank), Some(lora_alpha), Some(targets)) =
+        (stored.rank, stored.alpha, stored.targets)
+    {
         (run.options.tune_vision, run.options.tune_llm) = (false, false);
         run.options.lora = Some(LoraConfig {
             lora_rank,
             lora_alpha,
             lora_dropout: 0.0,
             others: BTreeMap::new(),
-            // peft reads a list as ends of module paths.
-            targets: LoraTargets::Pattern(format!(r".*\.({})", names.join("|"))),
+            targets: targets.into_lora(),
             layers: None,
             per_projection: false,
             use_rslora: false,
