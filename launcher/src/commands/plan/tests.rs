@@ -383,7 +383,7 @@ fn a_video_that_cannot_be_planned_is_refused_with_the_reason() {
         ),
     ] {
         let refused = planner_by(&pack(name), flags)
-            .and_then(|(planner, config)| planner.plan(&config))
+            .and_then(|(planner, config)| planner.plan(&config).map(|_| ()))
             .expect_err(name);
         assert_eq!(refused.code, ErrorCode::Usage);
         let cause = refused.cause.to_string();
