@@ -64,7 +64,7 @@ pub use families::{Family, OpenError, open_model, open_processor, open_shapes};
 pub use options::ModelOptions;
 pub use packing::PackedWeights;
 pub use processor::Processor;
-pub use synthetic::largest_sample;
+pub use synthetic::{VideoBounds, largest_sample, largest_video, video_frames};
 pub use weights::{WeightError, WeightSource};
 
 use autograd::{Loss, Tape, Var};

@@ -1,6 +1,7 @@
 //! The arguments of `launcher plan`: every flag of training, and what to plan for.
 
 use crate::lang::{Text, both, text};
+use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use clap::{CommandFactory, FromArgMatches, Parser};
@@ -84,6 +85,12 @@ pub struct PlanArgs {
     /// Plan for this much disk space for spill files
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = "What to plan for")]
     pub nvme: Option<u64>,
+    /// Without --data, count a sample with a video of this many frames (MiniCPM-V 4.5, GLM-4.1V, GLM-4.6V-Flash)
+    #[arg(long, value_name = "FRAMES", help_heading = "What to plan for")]
+    pub max_frames: Option<NonZeroUsize>,
+    /// Largest area of a frame of that video in pixels; the model's own bound holds besides
+    #[arg(long, value_name = "PIXELS", help_heading = "What to plan for")]
+    pub max_frame_pixels: Option<NonZeroUsize>,
     /// Read config.json only; --model may be that file
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "What to plan for")]
     pub no_weights: Option<bool>,
@@ -174,17 +181,8 @@ mod tests {
             .get_arguments()
             .filter_map(clap::Arg::get_long)
             .collect();
-        let expected = [
-            "hw",
-            "ram",
-            "nvme",
-            "no-weights",
-            "matrix",
-            "propose",
-            "bus",
-            "tflops",
-            "json",
-        ];
-        assert_eq!(own, expected);
+        let expected =
+            "hw ram nvme max-frames max-frame-pixels no-weights matrix propose bus tflops json";
+        assert_eq!(own.join(" "), expected);
     }
 }

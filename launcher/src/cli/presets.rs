@@ -57,7 +57,7 @@ macro_rules! qlora {
 }
 
 /// All presets that `--preset` accepts.
-pub const PRESETS: [Preset; 14] = [
+pub const PRESETS: [Preset; 15] = [
     Preset {
         name: "cogvlm-captcha",
         script: "THUDM/CogVLM finetune_demo/finetune_cogvlm_lora.sh",
@@ -326,6 +326,30 @@ pub const PRESETS: [Preset; 14] = [
             ("weight-decay", "0"),
             ("adam-beta2", "0.999"),
             ("freeze", r"model\.visual"),
+        ],
+    },
+    // No script is published for GLM-4.6V-Flash or GLM-4.1V: rank, alpha, dropout, rates and the number of steps are
+    // those of GLM-4V's. Without a stage of ZeRO, so that every tier can be added on one card.
+    Preset {
+        name: "glm-4.6v-flash-lora",
+        script: "THUDM/GLM-4 finetune/configs/lora.yaml",
+        differs: "the script is GLM-4V's, since none is published for this model; its attention projections, and 4096 tokens; the mean over tokens, not the mean of batches' means",
+        flags: &[
+            ("precision", "bf16"),
+            ("checkpoint-activations", "all"),
+            ("per-device-train-batch-size", "1"),
+            ("max-steps", "3000"),
+            ("model-max-length", "4096"),
+            ("learning-rate", "5e-4"),
+            ("lr-scheduler-type", "linear"),
+            ("warmup-ratio", "0"),
+            ("weight-decay", "0"),
+            ("adam-beta2", "0.999"),
+            ("lora-rank", "8"),
+            ("lora-alpha", "32"),
+            ("lora-dropout", "0.1"),
+            ("lora-target-modules", "attn"),
+            ("modules-to-save", "none"),
         ],
     },
     qlora!(

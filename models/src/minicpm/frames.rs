@@ -3,9 +3,9 @@
 use crate::data::{Clock, RawVideo};
 
 /// Most frames of a group.
-pub(super) const MAX_GROUP: usize = 6;
+pub(crate) const MAX_GROUP: usize = 6;
 /// Most groups of a video.
-pub(super) const MAX_GROUPS: usize = 180;
+pub(crate) const MAX_GROUPS: usize = 180;
 /// Frames per second of a video whose data does not say.
 const DEFAULT_RATE: f64 = 3.0;
 

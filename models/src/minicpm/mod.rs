@@ -13,7 +13,7 @@
 
 mod collate;
 pub mod config;
-mod frames;
+pub(crate) mod frames;
 mod labels;
 mod language;
 mod model;

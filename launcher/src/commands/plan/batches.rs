@@ -75,7 +75,7 @@ impl Arena {
             sample.slices.clear();
         }
         // Every slice needs image positions among the tokens. CogAgent has two slices for each.
-        let most = made_up_sample(config).expect("a sample");
+        let most = made_up_sample(config, None).expect("a sample");
         let each = most.slices.len() / most.image_bounds.len().max(1);
         sample
             .slices
@@ -132,7 +132,7 @@ fn no_batch_exceeds_the_planned_memory(part: usize) {
     for case in cases.iter().skip(part).step_by(2) {
         let mut arena = Arena::new(case, temp.path());
         let config = &arena.planned.run;
-        let sample = made_up_sample(config).expect("a sample");
+        let sample = made_up_sample(config, None).expect("a sample");
         let most = vec![sample; config.batch.micro_batch];
         is_little_larger_than_its_live_bytes(case, &mut arena, &most);
         let before = arena.run(&most).expect("the largest batch fits");

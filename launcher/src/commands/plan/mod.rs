@@ -32,7 +32,7 @@ use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
 use crate::units::bytes;
 use nearest::{Flags, Proposal, nearest};
-use planner::{Planner, made_up_sample};
+use planner::Planner;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -360,16 +360,28 @@ fn as_text(
         text += &shown(&line, usize::MAX);
     }
     if planner.makes_up_samples() {
-        let sample = made_up_sample(config)?;
+        let sample = planner.sample(config)?;
+        let (tokens, patches, slices) = (
+            sample.input_ids.len(),
+            sample.patches(),
+            sample.slices.len(),
+        );
+        let shows = match planner.frames() {
+            None => text!(
+                "an image of {patches} patches in {slices} slices",
+                "一张图片有 {patches} 个 patch、{slices} 个切片"
+            ),
+            Some(frames) => text!(
+                "a video of {frames} frames in {patches} patches",
+                "一段 {frames} 帧的视频有 {patches} 个 patch"
+            ),
+        };
         text += &shown(
             &Event::Info {
                 label: both("sample", "样本").into(),
                 text: text!(
-                    "no data is given: an artificial sample of {} tokens, all supervised, with an image of {} patches in {} slices",
-                    "没有给出数据：使用 {} 个 token 的人造样本，全部被监督，其中一张图片有 {} 个 patch、{} 个切片",
-                    sample.input_ids.len(),
-                    sample.patches(),
-                    sample.slices.len()
+                    "no data is given: an artificial sample of {tokens} tokens, all supervised, with {shows}",
+                    "没有给出数据：使用 {tokens} 个 token 的人造样本，全部被监督，其中{shows}"
                 ),
             },
             usize::MAX,

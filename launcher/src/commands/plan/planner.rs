@@ -6,7 +6,7 @@ use crate::data::check::{fill, largest};
 use crate::data::{SampleSet, Sampler};
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
-use crate::lang::both;
+use crate::lang::{both, text};
 use crate::memory::RankMemory;
 use crate::model::contents::CheckpointBytes;
 use crate::model::setup::shapes;
@@ -18,7 +18,11 @@ use crate::plan::{
 use engine::Plan;
 use models::data::EncodedSample;
 use models::generate::Prompt;
-use models::{Processor, SampleInput, VisionLanguageModel, WeightSource, largest_sample};
+use models::{
+    Processor, SampleInput, VideoBounds, VisionLanguageModel, WeightSource, largest_sample,
+    largest_video, video_frames,
+};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -38,6 +42,8 @@ struct Samples {
 pub(super) struct Planner {
     machine: Machine,
     samples: Option<Samples>,
+    /// The video of the artificial sample, which has an image otherwise.
+    video: Option<VideoBounds>,
     weights: Option<WeightSource>,
 }
 
@@ -68,6 +74,7 @@ impl Planner {
         Ok(Self {
             machine: machine(args),
             samples,
+            video: video(config, args, has_data)?,
             weights,
         })
     }
@@ -75,6 +82,19 @@ impl Planner {
     /// Whether the planner uses an artificial sample.
     pub(super) fn makes_up_samples(&self) -> bool {
         self.samples.is_none()
+    }
+
+    /// The artificial sample of a run.
+    ///
+    /// # Errors
+    /// The video of the command line does not fit into it.
+    pub(super) fn sample(&self, config: &RunConfig) -> Result<EncodedSample, Failure> {
+        made_up_sample(config, self.video)
+    }
+
+    /// Number of frames of the artificial sample's video.
+    pub(super) fn frames(&self) -> Option<usize> {
+        self.video.map(|video| video.frames)
     }
 
     /// Directory for spill files: that of the run. If there is none, a placeholder if the machine has disk space.
@@ -107,7 +127,7 @@ impl Planner {
             let plan = Arc::new(plan);
             let (memory, eval_batch) = match &self.samples {
                 Some(samples) => Self::of_samples(run, &*model, &plan, samples)?,
-                None => (Self::made_up(run, &*model, &plan)?, run.batch.eval_batch),
+                None => (self.made_up(run, &*model, &plan)?, run.batch.eval_batch),
             };
             Ok(Counted {
                 plan,
@@ -155,13 +175,14 @@ impl Planner {
     }
 
     /// Computes the memory of one rank by a dry run. Every sample of the batch is an artificial one of the maximum
-    /// length and image size.
+    /// length and image size, or of the video's.
     fn made_up(
+        &self,
         config: &RunPlan,
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
     ) -> Result<RankMemory, Failure> {
-        let sample = made_up_sample(config)?;
+        let sample = self.sample(config)?;
         let train = match config.batch.tokens_per_batch {
             Some(most) => {
                 let mut train = vec![sample; most / config.batch.model_max_length.min(most)];
@@ -188,12 +209,105 @@ impl Planner {
     }
 }
 
-/// Artificial sample of the maximum size that the settings allow.
-pub(super) fn made_up_sample(config: &RunConfig) -> Result<EncodedSample, Failure> {
+/// Artificial sample of the maximum size that the settings allow, with an image or a `video`.
+///
+/// # Errors
+/// The video does not fit into the sample's tokens.
+pub(super) fn made_up_sample(
+    config: &RunConfig,
+    video: Option<VideoBounds>,
+) -> Result<EncodedSample, Failure> {
     let (dir, batch) = (config.model_dir(), &config.batch);
     let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
     let tokens = tokens.min(batch.tokens_per_batch.unwrap_or(tokens));
-    largest_sample(&dir, tokens, slices, batch.image_max_pixels).map_err(|e| unusable(&dir, &e))
+    let Some(bounds) = video else {
+        let sample = largest_sample(&dir, tokens, slices, batch.image_max_pixels);
+        return sample.map_err(|e| unusable(&dir, &e));
+    };
+    let sample = largest_video(&dir, tokens, slices, bounds).map_err(|e| unusable(&dir, &e))?;
+    sample.ok_or_else(|| {
+        let frames = bounds.frames;
+        let title = text!(
+            "a video of {frames} frames does not fit into a sample",
+            "{frames} 帧的视频放不进一个样本"
+        );
+        let cause = text!(
+            "its features need more than {tokens} tokens",
+            "它的特征需要超过 {tokens} 个 token"
+        );
+        Failure::usage(title, cause).next(both(
+            "raise --model-max-length, or lower --max-frames",
+            "请提高 --model-max-length，或降低 --max-frames",
+        ))
+    })
+}
+
+/// The video that `args` plan for.
+///
+/// # Errors
+/// There is data, or the model takes no video of that many frames.
+fn video(
+    config: &RunConfig,
+    args: &PlanArgs,
+    has_data: bool,
+) -> Result<Option<VideoBounds>, Failure> {
+    let Some(frames) = args.max_frames.map(NonZeroUsize::get) else {
+        return match args.max_frame_pixels {
+            None => Ok(None),
+            Some(_) => Err(Failure::usage(
+                both(
+                    "--max-frame-pixels bounds no video",
+                    "--max-frame-pixels 没有可限制的视频",
+                ),
+                both("--max-frames is absent", "缺少 --max-frames"),
+            )
+            .next(both("add --max-frames", "请加上 --max-frames"))),
+        };
+    };
+    let refused = |cause, next| {
+        let title = text!(
+            "a video of {frames} frames cannot be planned",
+            "无法为 {frames} 帧的视频做计划"
+        );
+        Err(Failure::usage(title, cause).next(next))
+    };
+    if has_data {
+        return refused(
+            both(
+                "the data says which videos there are",
+                "有哪些视频由数据决定",
+            )
+            .into(),
+            both(
+                "omit --max-frames, or --data",
+                "请去掉 --max-frames 或 --data",
+            ),
+        );
+    }
+    let dir = config.model_dir();
+    match video_frames(&dir).map_err(|error| unusable(&dir, &error))? {
+        None => refused(
+            both("the model takes no videos", "该模型不接受视频").into(),
+            both("omit --max-frames", "请去掉 --max-frames"),
+        ),
+        Some(known) if !known.contains(&frames) => {
+            let (least, most) = (known.start(), known.end());
+            refused(
+                text!(
+                    "the model takes {least} to {most} frames",
+                    "该模型接受 {least} 到 {most} 帧"
+                ),
+                both(
+                    "give --max-frames in that range",
+                    "请在该范围内给出 --max-frames",
+                ),
+            )
+        }
+        Some(_) => Ok(Some(VideoBounds {
+            frames,
+            frame_pixels: args.max_frame_pixels.map(NonZeroUsize::get),
+        })),
+    }
 }
 
 fn check_weights(config: &RunConfig) -> Result<WeightSource, Failure> {

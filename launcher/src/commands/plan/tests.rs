@@ -5,6 +5,7 @@ use super::{configuration, named_model, propose};
 use crate::cli::{self, Command, resolve};
 use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan, ZeroAuto};
 use crate::device::Nvidia;
+use crate::error::{ErrorCode, Failure};
 use crate::lang::{Lang, columns};
 use crate::memory::RankMemory;
 use crate::model::setup::shapes;
@@ -19,7 +20,7 @@ use crate::units::bytes;
 use models::SampleInput;
 use models::generate::Prompt;
 use serde_json::json;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const UNBOUNDED: u64 = 1 << 50;
@@ -58,7 +59,7 @@ fn planned(config: &RunConfig) -> (RankMemory, MemoryCheck) {
 fn planned_run(config: &RunPlan) -> (RankMemory, MemoryCheck) {
     let (model, plan) = shapes(config).expect("a model");
     let plan = Arc::new(plan);
-    let sample = vec![made_up_sample(config).expect("a sample")];
+    let sample = vec![made_up_sample(config, None).expect("a sample")];
     let prompt = Prompt {
         input: SampleInput::from(&sample[0]),
         index: 0,
@@ -362,7 +363,10 @@ fn a_stage_needs_less_memory_than_the_whole_model() {
     let directory = tempfile::tempdir().expect("temp dir");
     write_config(directory.path());
     let plan = |flags: &str| {
-        let config = config(directory.path(), &format!("--zero 0 --precision f32 {flags}"));
+        let config = config(
+            directory.path(),
+            &format!("--zero 0 --precision f32 {flags}"),
+        );
         planned(&config).0
     };
     let whole = plan("--nproc 1");
@@ -376,11 +380,10 @@ fn a_stage_needs_less_memory_than_the_whole_model() {
     assert!((0.5..0.9).contains(&share), "{share}");
 }
 
-/// Plan of `launcher plan` with these flags.
-fn planned_by(directory: &Path, flags: &str) -> Settled {
-    let model = directory.join("config.json");
+/// Planner of `launcher plan` with these flags, and its run.
+fn planner_by(model: &Path, flags: &str) -> Result<(Planner, RunConfig), Failure> {
     let line = format!(
-        "plan --model {} --no-weights true --model-max-length 128 --max-slice-nums 2 --precision bf16 {flags}",
+        "plan --model {} --no-weights true --max-slice-nums 2 --precision bf16 {flags}",
         model.display()
     );
     let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
@@ -388,9 +391,82 @@ fn planned_by(directory: &Path, flags: &str) -> Settled {
         panic!("a line of `launcher plan`");
     };
     let env = Env::from_lookup(&|_| None).expect("an environment");
-    let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
-    let planner = Planner::new(&config, &args, false).expect("a planner");
+    let has_data = args.run.data.is_some();
+    let config = configuration(&args, &env, has_data, &Nvidia).expect("resolves");
+    Ok((Planner::new(&config, &args, has_data)?, config))
+}
+
+/// Plan of `launcher plan` with these flags.
+fn planned_by(directory: &Path, flags: &str) -> Settled {
+    let flags = format!("--model-max-length 128 {flags}");
+    let planner = planner_by(&directory.join("config.json"), &flags);
+    let (planner, config) = planner.expect("a planner");
     planner.plan(&config).expect("a plan")
+}
+
+/// `config.json` of a golden pack.
+fn pack(name: &str) -> PathBuf {
+    let packs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    packs.join(name).join("config.json")
+}
+
+#[test]
+fn a_plan_without_data_counts_a_video_of_the_given_frames() {
+    for (name, flags, blocks) in [
+        ("glm-4.1v-9b-thinking", "", [2, 4]),
+        ("glm-4.6v-flash", "--max-frame-pixels 3136", [2, 4]),
+        // A frame of one slice, and one of at most three.
+        ("minicpm-v-4_5", "--max-frame-pixels 3136", [4, 8]),
+        ("minicpm-v-4_5", "", [12, 24]),
+    ] {
+        let of = |frames: usize| {
+            let flags = format!(
+                "--model-max-length 512 --device cuda --hw 80GiB --ram 64GiB --use-lora --max-frames {frames} {flags}"
+            );
+            let (planner, config) = planner_by(&pack(name), &flags).expect("a planner");
+            let sample = planner.sample(&config).expect("a sample");
+            let planned = planner.plan(&config).expect("a plan");
+            (sample.image_bounds.len(), planned.fit.need.device)
+        };
+        let (four, eight) = (of(4), of(8));
+        assert_eq!([four.0, eight.0], blocks, "{name}");
+        // GLM divides the tokens among the frames.
+        assert!(name.starts_with("glm") || four.1 < eight.1, "{name}");
+    }
+    // Every frame is seen, although frames share features from 181 on.
+    let flags = "--model-max-length 8192 --max-frame-pixels 3136 --max-frames 200";
+    let (planner, config) = planner_by(&pack("minicpm-v-4_5"), flags).expect("a planner");
+    let sample = planner.sample(&config).expect("a sample");
+    assert_eq!((sample.slices.len(), sample.image_bounds.len()), (200, 100));
+}
+
+#[test]
+fn a_video_that_cannot_be_planned_is_refused_with_the_reason() {
+    for (name, flags, reason) in [
+        ("cogvlm-chat-hf", "--max-frames 4", "no videos"),
+        ("glm-ocr", "--max-frames 4", "no videos"),
+        ("minicpm-v-2_6", "--max-frames 4", "no videos"),
+        ("glm-4.6v-flash", "--max-frames 641", "2 to 640 frames"),
+        ("glm-4.6v-flash", "--max-frames 1", "2 to 640 frames"),
+        ("minicpm-v-4_5", "--max-frames 1081", "1 to 1080 frames"),
+        (
+            "glm-4.6v-flash",
+            "--max-frame-pixels 9",
+            "--max-frames is absent",
+        ),
+        (
+            "glm-4.6v-flash",
+            "--max-frames 640 --model-max-length 2048",
+            "more than 2048 tokens",
+        ),
+    ] {
+        let refused = planner_by(&pack(name), flags)
+            .and_then(|(planner, config)| planner.plan(&config).map(|_| ()))
+            .expect_err(name);
+        assert_eq!(refused.code, ErrorCode::Usage);
+        let cause = refused.cause.to_string();
+        assert!(cause.contains(reason), "{name} {flags}: {cause}");
+    }
 }
 
 #[test]
