@@ -52,9 +52,10 @@ impl MemoryCheck {
             0
         };
         let host = if meets_on_host {
-            // Ranks on one machine map the same window, which counts once.
+            // Ranks on one machine map the same window and the same frozen weights, which count once.
             let (own, all) = if shares {
-                (peak.resident - peak.resident_window, window)
+                let mapped = peak.resident_window + peak.shared;
+                (peak.resident - mapped, window + peak.shared)
             } else {
                 (peak.resident, 0)
             };
