@@ -29,20 +29,20 @@ const HUGE_BYTES: usize = 4 << 20;
 
 /// Where a shared file is created.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
+pub(crate) enum Medium {
     /// Memory of no file system. The size of `/dev/shm` does not limit it.
     Memory,
     /// The first of these directories with enough space. The file has a name until all ranks have opened it.
     Directories(Vec<PathBuf>),
 }
 
-impl Place {
-    /// All places, in the order in which they are tried.
+impl Medium {
+    /// All media, in the order in which they are tried.
     pub(crate) fn all() -> [Self; 2] {
         [Self::Memory, Self::Directories(directories())]
     }
 
-    /// The place and the bytes free there, for errors.
+    /// The medium and the bytes free there, for errors.
     fn tried(&self) -> Vec<(PathBuf, u64)> {
         match self {
             Self::Memory => vec![("memory".into(), available_bytes().unwrap_or(0))],
@@ -66,15 +66,15 @@ struct Created {
 /// pages are reserved, so full memory or a full disk is an error here.
 ///
 /// # Errors
-/// The last place's error on this rank, or [`CommError::NoSpace`] if another rank failed there.
+/// The last medium's error on this rank, or [`CommError::NoSpace`] if another rank failed there.
 pub(crate) fn create(
     comm: &dyn Communicator,
     bytes: u64,
-    places: &[Place],
+    media: &[Medium],
 ) -> Result<File, CommError> {
     let mut last = None;
-    for place in places {
-        match create_in(comm, bytes, place)? {
+    for medium in media {
+        match create_in(comm, bytes, medium)? {
             Ok(file) => return Ok(file),
             Err(error) => last = Some(error),
         }
@@ -82,14 +82,14 @@ pub(crate) fn create(
     Err(last.unwrap_or_else(|| no_space(bytes, Vec::new())))
 }
 
-/// As [`create`], in one place. The inner error means that every rank tries the next place.
+/// As [`create`], in one medium. The inner error means that every rank tries the next one.
 fn create_in(
     comm: &dyn Communicator,
     bytes: u64,
-    place: &Place,
+    medium: &Medium,
 ) -> Result<Result<File, CommError>, CommError> {
     let is_first = comm.world().rank == 0;
-    let created = is_first.then(|| create_file(bytes, place));
+    let created = is_first.then(|| create_file(bytes, medium));
     let message = match &created {
         Some(Ok(created)) => announcement(created).unwrap_or_default(),
         _ => String::new(),
@@ -101,7 +101,7 @@ fn create_in(
             .file
             .try_clone()
             .map_err(|e| io_error(&created.path, e)),
-        _ => open(&announced).unwrap_or_else(|| Err(no_space(bytes, place.tried()))),
+        _ => open(&announced).unwrap_or_else(|| Err(no_space(bytes, medium.tried()))),
     };
     let opened = opened.and_then(|file| {
         let part = part_of(comm.world(), bytes);
@@ -126,7 +126,7 @@ fn create_in(
         _ => opened,
     };
     Ok(match own {
-        Ok(_) if !everyone => Err(no_space(bytes, place.tried())),
+        Ok(_) if !everyone => Err(no_space(bytes, medium.tried())),
         own => own,
     })
 }
@@ -149,12 +149,12 @@ fn io_error(path: &Path, source: io::Error) -> CommError {
     failed("share", path, source)
 }
 
-fn create_file(bytes: u64, place: &Place) -> Result<Created, CommError> {
-    let created = match place {
-        Place::Memory => {
+fn create_file(bytes: u64, medium: &Medium) -> Result<Created, CommError> {
+    let created = match medium {
+        Medium::Memory => {
             // Pages beyond this memory would be reserved at the cost of other processes.
             if available_bytes().is_some_and(|free| free < bytes) {
-                return Err(no_space(bytes, place.tried()));
+                return Err(no_space(bytes, medium.tried()));
             }
             let path = Path::new(NAME);
             let file = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC);
@@ -166,7 +166,7 @@ fn create_file(bytes: u64, place: &Place) -> Result<Created, CommError> {
                 is_named: false,
             }
         }
-        Place::Directories(dirs) => {
+        Medium::Directories(dirs) => {
             static FILES: AtomicU64 = AtomicU64::new(0);
             let number = FILES.fetch_add(1, Ordering::Relaxed);
             let name = format!("{NAME}-{}-{number}", std::process::id());
@@ -331,11 +331,11 @@ mod tests {
     }
 
     /// Every rank writes its number to its part and returns what it then sees.
-    fn exchanged(places: &[Place]) -> Vec<Vec<u8>> {
+    fn exchanged(media: &[Medium]) -> Vec<Vec<u8>> {
         const PART: usize = 5000;
         on_ranks(3, |comm| {
             let rank = comm.world().rank;
-            let file = create(&*comm, 3 * PART as u64, places).unwrap();
+            let file = create(&*comm, 3 * PART as u64, media).unwrap();
             let own = rank * PART..(rank + 1) * PART;
             let mut map = SharedMap::new(&file, 0..3 * PART as u64, own).unwrap();
             assert!(map.own_mut().is_empty() && map.whole() == Some(&[0; 3 * PART][..]));
@@ -353,7 +353,7 @@ mod tests {
 
     #[test]
     fn every_rank_reads_what_each_wrote() {
-        for seen in exchanged(&Place::all()) {
+        for seen in exchanged(&Medium::all()) {
             assert_eq!(seen, expected());
         }
     }
@@ -361,28 +361,30 @@ mod tests {
     /// A directory without space, or none at all, is passed over. The file that is used has no name afterwards.
     #[test]
     fn a_place_without_space_is_passed_over() {
-        let full = Place::Directories(vec!["/nowhere".into(), "/proc".into()]);
+        let full = Medium::Directories(vec!["/nowhere".into(), "/proc".into()]);
         let directory = tempfile::tempdir().unwrap();
-        let spare = Place::Directories(vec!["/nowhere".into(), directory.path().into()]);
+        let spare = Medium::Directories(vec!["/nowhere".into(), directory.path().into()]);
         for seen in exchanged(&[full.clone(), spare]) {
             assert_eq!(seen, expected());
         }
         assert_eq!(directory.path().read_dir().unwrap().count(), 0);
-        for error in on_ranks(2, |comm| create(&*comm, 100, &[full.clone()]).unwrap_err()) {
+        for error in on_ranks(2, |comm| {
+            create(&*comm, 100, std::slice::from_ref(&full)).unwrap_err()
+        }) {
             assert!(matches!(error, CommError::NoSpace { .. }), "{error}");
         }
     }
 
-    /// Memory that cannot be reserved is an error, and ranks agree on the next place.
+    /// Memory that cannot be reserved is an error, and ranks agree on the next one.
     #[test]
     fn memory_that_the_machine_lacks_is_passed_over() {
         let directory = tempfile::tempdir().unwrap();
-        let places = [
-            Place::Memory,
-            Place::Directories(vec![directory.path().into()]),
+        let media = [
+            Medium::Memory,
+            Medium::Directories(vec![directory.path().into()]),
         ];
         // More than any file can have.
-        for error in on_ranks(2, |comm| create(&*comm, 1 << 63, &places).unwrap_err()) {
+        for error in on_ranks(2, |comm| create(&*comm, 1 << 63, &media).unwrap_err()) {
             assert!(matches!(error, CommError::NoSpace { .. }), "{error}");
         }
     }

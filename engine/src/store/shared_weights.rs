@@ -2,7 +2,7 @@
 
 use super::{Residency, Result, Store};
 use crate::comm::Communicator;
-use crate::comm::shared::{Place, SharedMap, close_maps, create, open_maps};
+use crate::comm::shared::{Medium, SharedMap, close_maps, create, open_maps};
 use crate::error::EngineError;
 use crate::offload::tier::{Region, Tiers};
 use crate::plan::{GroupKind, Plan, Row, Stored};
@@ -29,7 +29,7 @@ impl SharedWeights {
             .collect();
         let file = match groups.is_empty() || tiers.counters().is_some() {
             true => None,
-            false => Some(create(comm, plan.shared_bytes(), &Place::all())?),
+            false => Some(create(comm, plan.shared_bytes(), &Medium::all())?),
         };
         Ok(Self { file, groups })
     }

@@ -6,7 +6,7 @@ use engine::comm::{
 };
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,
-    Plan, Stage, StateKind, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
+    Plan, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
 use kernels::{Backend, Codebook, CpuBackend, Packing, Pool};
 use optim::{AdamW, GroupOptions, Optimizer};
@@ -254,22 +254,16 @@ fn proportional_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut is_shared, mut kib) = (false, 0);
     for line in text.lines() {
-        match line.strip_prefix("Pss:") {
-            Some(pss) if is_shared => {
-                kib += pss
-                    .split_whitespace()
-                    .next()
-                    .map_or(0, |n| n.parse().unwrap())
-            }
+        if let Some(pss) = line.strip_prefix("Pss:") {
+            let pss: u64 = pss.trim().trim_end_matches(" kB").parse().unwrap();
+            kib += if is_shared { pss } else { 0 };
+        } else if line
+            .split_whitespace()
+            .next()
+            .is_some_and(|word| !word.ends_with(':'))
+        {
             // The first line of a map has an address and a name, the others a field.
-            _ if line
-                .split_whitespace()
-                .next()
-                .is_some_and(|word| !word.ends_with(':')) =>
-            {
-                is_shared = line.contains("tessera-frozen");
-            }
-            _ => {}
+            is_shared = line.contains("tessera-frozen");
         }
     }
     kib << 10
