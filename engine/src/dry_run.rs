@@ -115,11 +115,18 @@ impl DryRun {
         &self.counters.nvme
     }
 
-    /// Bytes of host memory that the rank would occupy: its memory maps, in whole pages, and the pages of its
-    /// host pool that it has touched so far.
+    /// Bytes of host memory that the rank alone would occupy: its private memory maps, in whole pages, and the pages of
+    /// its host pool that it has touched so far.
     #[must_use]
     pub fn host_bytes(&self) -> u64 {
         self.counters.host_bytes()
+    }
+
+    /// Bytes of host memory that all ranks would map, in whole pages. They exist once on the machine
+    /// ([`Plan::shared_bytes`]).
+    #[must_use]
+    pub fn shared_bytes(&self) -> u64 {
+        self.counters.shared_bytes()
     }
 
     /// Byte counts of the communicator's window (the memory through which ranks exchange data), since the dry

@@ -18,7 +18,7 @@ const ENGINE: &[Row] = &[
     ("checkpoint", "plan spec"),
     ("error", "checkpoint comm plan spec"),
     ("timing", "plan"),
-    ("offload", "error plan sync timing trace"),
+    ("offload", "comm error plan sync timing trace"),
     ("access", "comm error offload plan spec"),
     ("step", "comm error offload plan spec trace"),
     (

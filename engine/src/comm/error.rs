@@ -200,13 +200,13 @@ pub enum CommError {
         /// The rejected name.
         name: String,
     },
-    /// No directory has enough free space for the window.
+    /// No directory has enough free space for the window, or for shared weights.
     #[error(
-        "no room for a communication window of {asked_bytes} bytes ({})",
+        "no room for {asked_bytes} bytes that the ranks share ({})",
         free_table(tried)
     )]
     NoSpace {
-        /// Size of the window in bytes.
+        /// Size of the window, or of the weights, in bytes.
         asked_bytes: u64,
         /// Directories tried, and bytes free in each.
         tried: Vec<(PathBuf, u64)>,

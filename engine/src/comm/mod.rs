@@ -26,6 +26,7 @@ pub mod mpi;
 mod op;
 mod reduce;
 mod ring;
+pub(crate) mod shared;
 pub mod shm;
 pub mod tcp;
 pub mod threads;

@@ -53,13 +53,12 @@ impl ShmOptions {
     /// (`TMPDIR`) or `/tmp`, with [`DEFAULT_DEADLINE`].
     #[must_use]
     pub fn new(name: impl Into<String>, world: World, region_bytes: usize) -> Self {
-        let dirs = vec!["/dev/shm".into(), std::env::temp_dir(), "/tmp".into()];
         Self {
             name: name.into(),
             world,
             region_bytes,
             deadline: DEFAULT_DEADLINE,
-            dirs,
+            dirs: directories(),
             stop: Arc::default(),
         }
     }
@@ -79,6 +78,11 @@ impl ShmOptions {
         self.world.check()?;
         check_name(&self.name)
     }
+}
+
+/// Directories for shared files, in the order in which they are tried.
+pub(super) fn directories() -> Vec<PathBuf> {
+    vec!["/dev/shm".into(), std::env::temp_dir(), "/tmp".into()]
 }
 
 fn check_name(name: &str) -> Result<(), CommError> {
@@ -137,7 +141,7 @@ pub fn remove(name: &str, dirs: &[PathBuf]) -> Result<(), CommError> {
         .try_for_each(|path| unlink(&path))
 }
 
-fn unlink(path: &Path) -> Result<(), CommError> {
+pub(super) fn unlink(path: &Path) -> Result<(), CommError> {
     match std::fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
             Err(failed("unlink", path, source))
@@ -146,7 +150,7 @@ fn unlink(path: &Path) -> Result<(), CommError> {
     }
 }
 
-fn failed(action: &'static str, path: &Path, source: impl Into<io::Error>) -> CommError {
+pub(super) fn failed(action: &'static str, path: &Path, source: impl Into<io::Error>) -> CommError {
     CommError::Io {
         action,
         path: path.to_owned(),
@@ -203,7 +207,7 @@ fn open(options: &ShmOptions, started: Instant) -> Result<(PathBuf, File), CommE
     }
 }
 
-fn open_file(path: &Path, create: bool) -> io::Result<File> {
+pub(super) fn open_file(path: &Path, create: bool) -> io::Result<File> {
     let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC).bits() as i32;
     let mut options = OpenOptions::new();
     let file = options
@@ -224,7 +228,7 @@ fn open_file(path: &Path, create: bool) -> io::Result<File> {
 }
 
 /// Bytes free in `dir`; none if it cannot be written.
-fn free_bytes(dir: &Path) -> u64 {
+pub(super) fn free_bytes(dir: &Path) -> u64 {
     use rustix::fs::Access;
     if rustix::fs::access(dir, Access::WRITE_OK | Access::EXEC_OK).is_err() {
         return 0;
@@ -233,7 +237,7 @@ fn free_bytes(dir: &Path) -> u64 {
 }
 
 /// The first directory with `bytes` bytes free.
-fn first_with_room(dirs: &[PathBuf], bytes: u64) -> Result<&Path, CommError> {
+pub(super) fn first_with_room(dirs: &[PathBuf], bytes: u64) -> Result<&Path, CommError> {
     let tried: Vec<(PathBuf, u64)> = dirs
         .iter()
         .map(|dir| (dir.clone(), free_bytes(dir)))
@@ -344,7 +348,12 @@ fn record_lock(file: &File, ranks: Range<usize>, command: libc::c_int) -> io::Re
 }
 
 /// Reserves pages now, so a full file system is an error here and not a signal later.
-fn reserve(path: &Path, file: &File, start: usize, bytes: usize) -> Result<(), CommError> {
+pub(super) fn reserve(
+    path: &Path,
+    file: &File,
+    start: usize,
+    bytes: usize,
+) -> Result<(), CommError> {
     if bytes == 0 {
         return Ok(());
     }

@@ -22,6 +22,8 @@ pub(crate) struct Counters {
     leased: Pool,
     /// Bytes of memory maps, in whole pages.
     mapped: Arc<AtomicU64>,
+    /// Bytes of memory that all ranks map, in whole pages.
+    shared: Arc<AtomicU64>,
 }
 
 impl Counters {
@@ -33,6 +35,7 @@ impl Counters {
             nvme,
             leased,
             mapped: Arc::default(),
+            shared: Arc::default(),
         }
     }
 
@@ -53,12 +56,24 @@ impl Counters {
         })
     }
 
+    /// Counts `own` bytes of this rank in memory of `whole` bytes that all ranks map.
+    pub(crate) fn count_shared(&self, own: usize, whole: usize, tag: Tag) -> Result<Count> {
+        let pages = (whole as u64).next_multiple_of(PAGE);
+        self.shared.fetch_add(pages, Ordering::Relaxed);
+        Ok(Count::Reserved(self.host.reserve(own as u64, tag)?))
+    }
+
+    /// Bytes of memory that all ranks map.
+    pub(crate) fn shared_bytes(&self) -> u64 {
+        self.shared.load(Ordering::Relaxed)
+    }
+
     /// A leased weight of a dry run: a tensor without values.
     pub(crate) fn leased(&self, shape: Shape, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::null(&self.leased, Tag::Gathered, shape, dtype)?)
     }
 
-    /// Bytes of the host tier: memory maps in whole pages, and the blocks of its pool.
+    /// Bytes of the host tier: private memory maps in whole pages, and the blocks of its pool.
     pub(crate) fn host_bytes(&self) -> u64 {
         self.mapped.load(Ordering::Relaxed) + self.host.stats().touched
     }

@@ -2,13 +2,14 @@
 //!
 //! Device memory is a block of the device's pool, or resident memory of a discrete device. The host reads and
 //! writes resident memory through copies; the device computes with it directly. Host memory is a private
-//! anonymous memory map, counted in the host pool. Spilled memory is an extent of a spill file, accessed in
+//! anonymous memory map, or a range of memory that all ranks map; it is counted in the host pool. Spilled memory is an extent of a spill file, accessed in
 //! chunks that are prefetched and written asynchronously.
 
 use super::counters::{Count, Counters};
 use super::parallel;
 use super::spill::{Extent, IoBuffer, PendingRead, SpillFile, SpillIo, SpillStats};
 use super::worker::{Gone, Worker};
+use crate::comm::shared::SharedMap;
 use crate::error::EngineError;
 use crate::plan::blocks::{SEGMENT_BYTES, extent_bytes};
 use crate::plan::{StateKind, Tier, disk_phase};
@@ -214,6 +215,30 @@ impl Tiers {
         })
     }
 
+    /// Counts this rank's part of memory that all ranks map. `map` makes the map; a dry run has none.
+    ///
+    /// # Errors
+    /// When the host pool is full, or `map` fails.
+    pub(crate) fn shared(
+        &self,
+        (own, whole): (usize, usize),
+        tag: Tag,
+        map: impl FnOnce() -> Result<SharedMap>,
+    ) -> Result<Region> {
+        if let Some(counters) = &self.counters {
+            return Ok(Region::Counted {
+                tier: Tier::Host,
+                len: own,
+                count: counters.count_shared(own, whole, tag)?,
+            });
+        }
+        let counted = self.host.reserve(own as u64, tag)?;
+        Ok(Region::Shared {
+            map: map()?,
+            counted,
+        })
+    }
+
     /// Allocates host-addressable memory of the device pool for a copy of weights; its contents are unspecified.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
         let (tier, tag) = (Tier::Device, Tag::Gathered);
@@ -370,6 +395,13 @@ pub enum Region {
         /// Reservation of these bytes in the host pool.
         counted: Reservation,
     },
+    /// This rank's part of a parameter group in memory that all ranks map.
+    Shared {
+        /// The map of the whole group.
+        map: SharedMap,
+        /// Reservation of this rank's part in the host pool.
+        counted: Reservation,
+    },
     /// Bytes in an extent (a byte range) of a spill file.
     Spilled {
         /// The extent that stores the region.
@@ -410,7 +442,7 @@ impl Region {
     pub fn tier(&self) -> Tier {
         match self {
             Self::Device(_) | Self::Resident { .. } => Tier::Device,
-            Self::Mapped { .. } => Tier::Host,
+            Self::Mapped { .. } | Self::Shared { .. } => Tier::Host,
             Self::Spilled { .. } => Tier::Nvme,
             Self::Counted { tier, .. } => *tier,
         }
@@ -421,7 +453,9 @@ impl Region {
         match self {
             Self::Counted { .. } => false,
             Self::Resident { states, .. } => !states.is_meta(),
-            Self::Device(_) | Self::Mapped { .. } | Self::Spilled { .. } => true,
+            Self::Device(_) | Self::Mapped { .. } | Self::Shared { .. } | Self::Spilled { .. } => {
+                true
+            }
         }
     }
 
@@ -432,6 +466,7 @@ impl Region {
             Self::Device(block) => block.as_bytes().len(),
             Self::Resident { states, .. } => states.size_bytes(),
             Self::Mapped { len, .. } | Self::Counted { len, .. } => *len,
+            Self::Shared { map, .. } => map.own_len(),
             Self::Spilled { extent, .. } => extent.len() as usize,
         }
     }
@@ -468,7 +503,25 @@ impl Region {
         match self {
             Self::Device(block) => Some(block.as_bytes()),
             Self::Mapped { map, len, .. } => Some(&map[..*len]),
+            Self::Shared { map, .. } => Some(map.own()),
             Self::Spilled { .. } | Self::Resident { .. } | Self::Counted { .. } => None,
+        }
+    }
+
+    /// Bytes that a lease in place reads: those of the region, or of all ranks if they map the same memory. `None` if the
+    /// host cannot address them, and while ranks write them.
+    pub(crate) fn leased(&self) -> Option<&[u8]> {
+        match self {
+            Self::Shared { map, .. } => map.whole(),
+            _ => self.in_memory(),
+        }
+    }
+
+    /// The map, if all ranks map the memory of the region.
+    pub(crate) fn shared_mut(&mut self) -> Option<&mut SharedMap> {
+        match self {
+            Self::Shared { map, .. } => Some(map),
+            _ => None,
         }
     }
 
@@ -477,6 +530,7 @@ impl Region {
         match self {
             Self::Device(block) => block.as_bytes_mut(),
             Self::Mapped { map, len, .. } => &mut map[..*len],
+            Self::Shared { map, .. } => map.own_mut(),
             Self::Spilled { .. } | Self::Resident { .. } | Self::Counted { .. } => &mut [],
         }
     }
@@ -539,7 +593,7 @@ impl Region {
         ahead: Option<PendingRead>,
     ) -> Result<RegionChunk<'_>> {
         Ok(match self {
-            Self::Device(_) | Self::Mapped { .. } => {
+            Self::Device(_) | Self::Mapped { .. } | Self::Shared { .. } => {
                 RegionChunk::Memory(&mut self.in_memory_mut()[bytes])
             }
             Self::Counted { .. } => RegionChunk::Memory(&mut []),
@@ -602,7 +656,7 @@ impl Region {
                 return Ok(RegionChunk::Copied(copy));
             }
             Self::Counted { .. } => return Ok(RegionChunk::Memory(&mut [])),
-            Self::Device(_) | Self::Mapped { .. } => self.in_memory_mut(),
+            Self::Device(_) | Self::Mapped { .. } | Self::Shared { .. } => self.in_memory_mut(),
         };
         let source = source.in_memory().ok_or(EngineError::TiersDiffer)?;
         let target = &mut target[bytes];

@@ -99,8 +99,11 @@ impl Plan {
 
     /// Range of elements of a parameter group whose weights `rank` stores.
     pub(crate) fn stored_range(&self, unit: UnitId, group: GroupKind, rank: usize) -> Range<usize> {
-        let shards = self.config().stage.shards_parameters();
-        self.part(self.unit(unit).group(group), shards, rank)
+        self.part(
+            self.unit(unit).group(group),
+            self.shards_weights(group),
+            rank,
+        )
     }
 
     /// Range of elements of the trainable group that `rank` updates.

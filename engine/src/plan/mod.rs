@@ -10,6 +10,7 @@ mod memory;
 mod optimizer_overlap;
 mod recompute;
 mod schedule;
+mod shared;
 mod slice;
 mod spill;
 
@@ -206,6 +207,10 @@ pub struct ZeroConfig {
     pub slice: Option<Slice>,
     /// Memory tier (device, host or disk) of each kind of state.
     pub offload: Offload,
+    /// Whether all ranks are on one machine and can map the same memory. Frozen weights that are not in device memory are
+    /// then stored once on the machine ([`Plan::shares_frozen`]).
+    #[serde(default)]
+    pub shares_host_memory: bool,
     /// Transport of weights and gradients between the discrete devices (GPUs) of the ranks.
     #[serde(default)]
     pub device_transport: DeviceTransport,
@@ -278,6 +283,7 @@ impl Default for ZeroConfig {
             shard_group: None,
             slice: None,
             offload: Offload::default(),
+            shares_host_memory: false,
             device_transport: DeviceTransport::Host,
             prefetch_units: 1,
             prefetch_weights: false,

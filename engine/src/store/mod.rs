@@ -13,6 +13,7 @@ mod prefetch_device;
 mod prefetch_disk;
 pub(crate) mod prefetch_upload;
 pub(crate) mod route;
+mod shared_weights;
 
 use buckets::{Bucket, PendingReduce};
 
@@ -34,6 +35,7 @@ use kernels::{ForeignBytes, Reservation, Resident, Tag, Tensor};
 use optim::Optimizer;
 use prefetch_disk::WeightReads;
 use route::{Computes, Flow, Gradients, Route, WeightRoute};
+use shared_weights::SharedWeights;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,8 +59,8 @@ struct InPlace(Arc<Region>);
 
 impl AsRef<[u8]> for InPlace {
     fn as_ref(&self) -> &[u8] {
-        let bytes = self.0.in_memory();
-        bytes.expect("only weights in memory are leased in place")
+        let bytes = self.0.leased();
+        bytes.expect("only loaded weights in memory are leased in place")
     }
 }
 
@@ -154,9 +156,13 @@ impl Store {
         });
         let mut units: Vec<Unit> = units.collect();
         let mut waiting = Vec::new();
+        let shared = SharedWeights::new(&plan, &*comm, &tiers)?;
         for row in plan.inventory(rank, rule.slots(plan.config().precision)) {
             let place = (row.kind(), row.tier);
-            let region = tiers.allocate(place, row.range.clone(), row.dtype, row.tag())?;
+            let region = match shared.allocate(&row, &tiers)? {
+                Some(region) => region,
+                None => tiers.allocate(place, row.range.clone(), row.dtype, row.tag())?,
+            };
             let Some(unit) = row.unit else {
                 waiting.push(region);
                 continue;
@@ -461,7 +467,7 @@ impl Store {
         let rank = self.plan.shard_of(self.comm.world().rank);
         let mut tickets = Vec::new();
         for (kind, region) in &self.units[unit.index()].weights {
-            if !self.reads(*kind) {
+            if !self.reads(*kind) || !self.plan.gathers(*kind) {
                 continue;
             }
             let (group, dtype) = (self.plan.unit(unit).group(*kind), self.plan.dtype_of(*kind));
@@ -567,26 +573,30 @@ impl Store {
                         }),
                     ));
                 }
+                if let Residency::Resident(others) = self.read_stored(unit, true)? {
+                    groups.extend(others);
+                }
                 groups
             }
             Residency::Sharded => {
-                let residency = self.read_stored(unit)?;
+                let residency = self.read_stored(unit, false)?;
                 self.units[unit.index()].residency = residency;
                 return Ok(());
             }
         };
-        state.residency = Residency::Resident(resident);
+        self.units[unit.index()].residency = Residency::Resident(resident);
         Ok(())
     }
 
-    /// Weights that need no gather: views of the stored weights, or of a copy.
-    fn read_stored(&mut self, unit: UnitId) -> Result<Residency> {
+    /// Weights that need no gather: views of the stored weights, or of a copy. Those that were gathered are left out.
+    fn read_stored(&mut self, unit: UnitId, gathered: bool) -> Result<Residency> {
         let (mut on_device, mut groups) = (Gathered::new(), Vec::new());
         let visits = self.pass.as_ref().and_then(|pass| pass.visits);
         let parts = &self.units[unit.index()];
         for (kind, region) in &parts.weights {
             let route = parts.routes[*kind as usize];
             let route = match visits {
+                _ if gathered && self.plan.gathers(*kind) => continue,
                 Some(visits) if !visits.reads(*kind) => continue,
                 Some(_) => route.visited,
                 None => route.weights,

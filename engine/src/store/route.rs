@@ -22,7 +22,7 @@ pub(crate) enum WeightRoute {
     GatheredOnDevice,
     /// Views of a discrete device's memory, where they are stored.
     OnDevice,
-    /// Views of memory that the host can address, where they are stored.
+    /// Views of memory that the host can address, where they are stored. All ranks may map it.
     InPlace,
     /// Views of a copy of the weights.
     Copied,
@@ -68,7 +68,7 @@ pub(crate) struct Route {
 
 impl Route {
     pub(crate) fn new(plan: &Plan, unit: &UnitPlan, kind: GroupKind, device: Computes) -> Self {
-        let weights = weights(plan, device);
+        let weights = weights(plan, kind, device);
         Self {
             weights,
             visited: match weights {
@@ -108,10 +108,10 @@ pub(crate) struct Flow {
 
 impl Flow {
     pub(crate) fn new(plan: &Plan, device: Computes) -> Self {
-        let (gathers, param) = (plan.gathers_parameters(), plan.config().offload.param);
+        let param = plan.config().offload.param;
         Self {
-            gathers,
-            gathers_on_device: gathers && device.collects,
+            gathers: GroupKind::ALL.into_iter().any(|kind| plan.gathers(kind)),
+            gathers_on_device: plan.gathers_parameters() && device.collects,
             prefetches_gathers: plan.prefetches_gathers(),
             prefetch_weights: plan.prefetch_weights(),
             weights_on_disk: param == Tier::Nvme,
@@ -123,8 +123,8 @@ impl Flow {
     }
 }
 
-fn weights(plan: &Plan, device: Computes) -> WeightRoute {
-    if plan.gathers_parameters() {
+fn weights(plan: &Plan, kind: GroupKind, device: Computes) -> WeightRoute {
+    if plan.gathers(kind) {
         return match device.collects {
             true => WeightRoute::GatheredOnDevice,
             false => WeightRoute::Gathered,
@@ -133,6 +133,7 @@ fn weights(plan: &Plan, device: Computes) -> WeightRoute {
     match plan.config().offload.param {
         Tier::Device if device.stores => WeightRoute::OnDevice,
         Tier::Device => WeightRoute::InPlace,
+        Tier::Host if plan.maps_shared(kind) => WeightRoute::InPlace,
         // Weights are copied to the device from where they are stored.
         Tier::Host if device.discrete => WeightRoute::InPlace,
         Tier::Host | Tier::Nvme => WeightRoute::Copied,

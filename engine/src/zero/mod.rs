@@ -263,7 +263,8 @@ impl Zero {
     /// Fills this rank's weights and master weights with f32 values from the callback `read`. A call receives
     /// a parameter, a range of its elements, and the buffer to fill with their values. It is called only for
     /// elements that this rank stores, at most 2^20 at a time. Of a packed parameter it reads all elements and packs
-    /// them, so a rank has one such parameter whole in memory at a time.
+    /// them, so a rank has one such parameter whole in memory at a time. If the ranks share frozen weights
+    /// ([`Plan::shares_frozen`]), all must call it.
     ///
     /// # Errors
     /// When `read` or a write fails, or a lease still borrows the weights.
@@ -284,13 +285,33 @@ impl Zero {
     /// As [`Zero::load`], and when `packed` fails.
     pub fn load_packed<E>(
         &mut self,
+        read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
+        packed: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
+    ) -> Result<()>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        self.finish_updates()?;
+        self.store.get_mut().open_shared()?;
+        let loaded = self.load_units(read, packed);
+        loaded.inspect_err(|error| {
+            // Otherwise the other ranks would wait for this one.
+            if self.plan.shared_bytes() > 0 {
+                self.mesh.abort(&error.to_string());
+            }
+        })?;
+        self.store.get_mut().close_shared()?;
+        self.tiers.flush()
+    }
+
+    fn load_units<E>(
+        &mut self,
         mut read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
         mut packed: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
     ) -> Result<()>
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
-        self.finish_updates()?;
         let plan = self.plan.clone();
         let mut chunk = Vec::new();
         for unit in plan.units() {
@@ -320,7 +341,7 @@ impl Zero {
                 }
             }
         }
-        self.tiers.flush()
+        Ok(())
     }
 
     /// Fills this rank's part of a unit's packed parameters, one parameter after the other.

@@ -133,6 +133,7 @@ fn a_dry_run_counts_the_memory_of_a_real_rank() {
                         precision,
                         shard_group,
                         offload,
+                        shares_host_memory: true,
                         ..ZeroConfig::default()
                     };
                     let comms = threads::world(world, 16 << 20).unwrap();

@@ -58,7 +58,7 @@ fn weights_are_bit_identical_across_stages_and_tiers() {
 }
 
 /// Frozen units whose matrices are packed, in every precision, stage and tier, have the bits of frozen units with the
-/// values that the packed ones stand for.
+/// values that the packed ones stand for. The ranks share them where the tier allows.
 #[test]
 fn packed_weights_train_as_the_values_that_they_stand_for() {
     let shape = Shape::new(&[toy::WIDTH, toy::WIDTH]);
@@ -117,6 +117,7 @@ fn packed_weights_train_as_the_values_that_they_stand_for() {
                     (case.frozen_units, case.steps) = (vec![0, 1, 3], 2);
                     case = case.offload(offload);
                     case.packing = Some(packing);
+                    case.config.shares_host_memory = true;
                     let name =
                         format!("{packing} {precision:?} world {world} stage {stage} {offload:?}");
                     assert_eq!(run(&case, packing), reference, "{name}");

@@ -14,4 +14,5 @@ mod hostile;
 mod invariants;
 mod optimizer_in_backward;
 mod optimizer_in_forward;
+mod shared_frozen;
 mod toy;

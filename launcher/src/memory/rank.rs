@@ -58,6 +58,10 @@ pub struct RankPeak {
     /// Planned bytes of `resident` that are in the communicator's window: pages of this rank, and pages of
     /// other ranks that it reads.
     pub resident_window: u64,
+    /// Planned bytes of `resident` that all ranks map: frozen weights, which exist once on the machine. `host` contains this
+    /// rank's part of them.
+    #[serde(default)]
+    pub shared: u64,
 }
 
 /// Planned memory of one rank, counted by a dry run: peak bytes by phase, and over the whole run. All ranks
@@ -82,8 +86,10 @@ pub(crate) struct Footprint {
     pub(crate) touched: u64,
     /// Bytes of device memory: the pool's blocks, and what is reserved in addition.
     pub(crate) held: u64,
-    /// Bytes of the host tier: memory maps in whole pages, and blocks.
+    /// Bytes of the host tier that the rank alone uses: memory maps in whole pages, and blocks.
     pub(crate) host: u64,
+    /// Bytes of frozen weights that all data-parallel ranks map, and the number of those ranks.
+    pub(crate) shared: (u64, usize),
     /// Bytes of spill files on NVMe.
     pub(crate) nvme: u64,
     /// Peak bytes of host memory outside the host tier.
@@ -101,6 +107,7 @@ impl RankMemory {
             touched,
             held,
             host,
+            shared: (shared, ranks),
             nvme,
             beside,
             window,
@@ -112,13 +119,17 @@ impl RankMemory {
         Self {
             peak: RankPeak {
                 device: held,
-                host,
+                host: host + shared / ranks as u64,
                 nvme,
                 window: region,
-                resident: touched + host + most_mapped,
+                resident: touched + host + most_mapped + shared,
                 resident_window: most_mapped,
+                shared,
             },
-            resident_by_rank: mapped.into_iter().map(|m| touched + host + m).collect(),
+            resident_by_rank: mapped
+                .into_iter()
+                .map(|m| touched + host + m + shared)
+                .collect(),
             phases,
             boundary_bytes: Vec::new(),
         }

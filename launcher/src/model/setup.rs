@@ -328,6 +328,7 @@ fn zero_config(config: &RunPlan, model: &dyn VisionLanguageModel) -> Result<Zero
             GradDtype::Bf16 => engine::GradDtype::Bf16,
         }),
         shard_group: config.shard_groups(),
+        shares_host_memory: config.world_size > 1 && config.ranks_here.is_none(),
         offload: Offload {
             param: tier(&config.offload.param),
             optimizer: tier(&config.offload.optimizer),

@@ -451,6 +451,7 @@ impl<'a> Run<'a> {
             },
             held: stats.held,
             host: self.dry_run.host_bytes(),
+            shared: (self.dry_run.shared_bytes(), self.config.data_ranks()),
             nvme: self.dry_run.nvme_pool().stats().held,
             beside: self.beside.get(),
             region: window.region + fixed::WINDOW_SLACK_BYTES,

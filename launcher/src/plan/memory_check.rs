@@ -52,9 +52,11 @@ impl MemoryCheck {
             0
         };
         let host = if meets_on_host {
-            // Ranks on one machine map the same window, which counts once.
+            // Ranks on one machine map the same window, and those of a stage the same frozen weights: each counts once.
             let (own, all) = if shares {
-                (peak.resident - peak.resident_window, window)
+                let mapped = peak.resident_window + peak.shared;
+                let frozen = config.mp_size as u64 * peak.shared;
+                (peak.resident - mapped, window + frozen)
             } else {
                 (peak.resident, 0)
             };

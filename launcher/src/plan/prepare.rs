@@ -2,7 +2,9 @@
 
 use super::disk_check::{DiskCheck, saves};
 use super::origin::origin;
-use super::rank_memory::{device_line, eval_line, plan_event, upload_line, whole_memory};
+use super::rank_memory::{
+    device_line, eval_line, plan_event, shared_line, upload_line, whole_memory,
+};
 use super::{
     Counted, Machine, Settled, Suggestions, backward_line, find_batch, forward_line, resume,
     settle, spill_directories, stage_line, stages, suggestion,
@@ -179,6 +181,7 @@ fn show_plan(
         stage_line(run, lower_stage.as_ref()),
         device,
         upload_line(plan, prefetch.as_ref()),
+        shared_line(plan),
         Some(formats),
         backward_line(plan, spare.as_ref()),
         forward_line(plan),

@@ -10,7 +10,7 @@ use crate::memory::{PARTS, Part, Phase, RankMemory};
 use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
-use engine::Plan;
+use engine::{Plan, Tier};
 use kernels::Tag;
 use models::Processor;
 use models::VisionLanguageModel;
@@ -156,6 +156,35 @@ pub(crate) fn upload_line(plan: &Plan, tried: Option<&MemoryCheck>) -> Option<Ev
         )
         .into(),
         None => return None,
+    };
+    Some(Event::Info {
+        label: both("weights", "权重").into(),
+        text,
+    })
+}
+
+/// Line about frozen weights outside device memory that several ranks use; `None` without them.
+pub(crate) fn shared_line(plan: &Plan) -> Option<Event> {
+    let (config, ranks) = (plan.config(), plan.world_size());
+    let frozen = plan.spec().params.iter().any(|param| !param.trainable);
+    let text = match (config.offload.param, plan.shares_frozen()) {
+        (Tier::Host, true) => text!(
+            "frozen weights: one copy in shared memory, {}, which all {ranks} ranks read",
+            "冻结的权重：共享内存中只有一份，{}，由全部 {ranks} 个 rank 读取",
+            bytes(plan.shared_bytes())
+        ),
+        (Tier::Nvme, true) => text!(
+            "frozen weights: one copy on disk, divided among {ranks} ranks",
+            "冻结的权重：磁盘上只有一份，由 {ranks} 个 rank 分担"
+        ),
+        (Tier::Host | Tier::Nvme, false) if frozen && ranks > 1 && !config.shares_host_memory => {
+            both(
+                "frozen weights: ranks on several machines do not share one copy",
+                "冻结的权重：位于多台机器上的 rank 不共享同一份",
+            )
+            .into()
+        }
+        _ => return None,
     };
     Some(Event::Info {
         label: both("weights", "权重").into(),

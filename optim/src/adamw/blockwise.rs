@@ -12,7 +12,7 @@
 
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
-use super::codec::{FIRST_MOMENT, MAGNITUDE, SECOND_MOMENT, Values, largest};
+use super::codec::{FIRST_MOMENT, MAGNITUDE, SECOND_MOMENT, Values};
 use super::update::{CHUNK_ELEMS, Rounding, larger, put_each_weight};
 use super::windows::{LARGE, Mode, Number, Weights};
 use super::{CAST_ELEMS, Coefficients};
@@ -169,28 +169,33 @@ impl<L: Lanes> Vectors<L> {
 }
 
 impl Block {
-    /// Updates weights and moments of one vector from element `i` on, whose gradients are finite. `most` are the
-    /// largest magnitudes so far, as bits.
+    /// Updates the moments of one vector from element `i` on. `most` are the largest magnitudes so far, as bits.
     #[inline(always)]
     fn update<L: Lanes>(
         &mut self,
         l: L,
         c: &Vectors<L>,
         i: usize,
-        [grad, weight, m, v]: [L::F; 4],
+        [grad, m, v]: [L::F; 3],
         most: &mut [L::U; 2],
     ) {
         let square = l.mul(l.mul(c.one_minus_beta2, grad), grad);
         let v = l.add(l.mul(v, c.beta2), square);
         let m = l.add(l.mul(m, c.beta1), l.mul(c.one_minus_beta1, grad));
-        let quotient = l.div(m, l.add(l.sqrt(v), c.eps));
-        let moved = l.sub(weight, l.mul(c.step_size, quotient));
-        l.store(&mut self.weight[i..], l.mul(moved, c.decay));
         l.store(&mut self.m[i..], m);
         l.store(&mut self.v[i..], v);
         let magnitude = l.u(MAGNITUDE);
         most[0] = l.max_u(most[0], l.and(l.bits(m), magnitude));
         most[1] = l.max_u(most[1], l.and(l.bits(v), magnitude));
+    }
+
+    /// Updates the weights of one vector from element `i` on by its new moments.
+    #[inline(always)]
+    fn move_weight<L: Lanes>(&mut self, l: L, c: &Vectors<L>, i: usize, weight: L::F) {
+        let (m, v) = (l.load(&self.m[i..]), l.load(&self.v[i..]));
+        let quotient = l.div(m, l.add(l.sqrt(v), c.eps));
+        let moved = l.sub(weight, l.mul(c.step_size, quotient));
+        l.store(&mut self.weight[i..], l.mul(moved, c.decay));
     }
 
     /// Updates element by element with the arithmetic of [`Block::update`], and returns the largest magnitudes. An
@@ -228,20 +233,6 @@ impl Block {
         }
         most.map(f32::from_bits)
     }
-}
-
-/// Whether all gradients are finite after multiplication.
-#[inline(always)]
-fn all_finite<L: Lanes, G: Number>(l: L, grad: &[G], factor: L::F) -> bool {
-    let mut most = l.u(0);
-    for i in (0..grad.len()).step_by(L::ITEM) {
-        G::prefetch(l, &grad[i..]);
-        for part in G::load::<L, false>(l, &grad[i..i + L::ITEM]) {
-            let bits = l.and(l.bits(l.mul(part, factor)), l.u(MAGNITUDE));
-            most = l.max_u(most, bits);
-        }
-    }
-    l.all_below(most, f32::INFINITY.to_bits())
 }
 
 /// Writes the new weights of a block whose first element is `rounding.first_element`.
@@ -303,29 +294,53 @@ impl<G: Number, W: Weights> Loop for BlockUpdate<'_, G, W> {
             let (own, weights_left) = weights.split_at(n);
             let by_vectors = n == BLOCK_ELEMS && !W::ROUNDS_BETWEEN;
             let absmax = [*of_m.1, *of_v.1];
-            [*of_m.1, *of_v.1] = if by_vectors && all_finite(l, own_grad, factor) {
+            let mut most = [f32::INFINITY; 2];
+            if by_vectors {
                 let (absmax_m, absmax_v) = (l.f(absmax[0]), l.f(absmax[1]));
-                let mut most = [l.u(0), l.u(0)];
+                let mut bits = [l.u(0), l.u(0)];
                 for i in (0..BLOCK_ELEMS).step_by(L::ITEM) {
+                    G::prefetch(l, &own_grad[i..]);
                     let grad = G::load::<L, false>(l, &own_grad[i..i + L::ITEM]);
-                    let weight = own.load::<L, false>(l, i);
                     for half in 0..2 {
                         let i = i + half * L::N;
                         let m = first.decode(l, &of_m.0[i..], absmax_m);
                         let v = second.decode(l, &of_v.0[i..], absmax_v);
-                        let all = [l.mul(grad[half], factor), weight[half], m, v];
-                        block.update(l, &constants, i, all, &mut most);
+                        let all = [l.mul(grad[half], factor), m, v];
+                        block.update(l, &constants, i, all, &mut bits);
                     }
                 }
-                [largest(l, most[0]), largest(l, most[1])]
-            } else {
-                block.update_each(&coefficients, own_grad, &own, |i| {
+                most = [l.largest(bits[0]), l.largest(bits[1])].map(f32::from_bits);
+            }
+            // A gradient that is not finite makes its moments so.
+            let is_finite = most.iter().all(|most| most.is_finite());
+            if !is_finite {
+                most = block.update_each(&coefficients, own_grad, &own, |i| {
                     let m = first.value(of_m.0[i], absmax[0]);
                     [m, second.value(of_v.0[i], absmax[1])]
-                })
-            };
-            first.encode(l, &block.m, *of_m.1, &mut codes[0]);
-            second.encode(l, &block.v, *of_v.1, &mut codes[1]);
+                });
+            }
+            [*of_m.1, *of_v.1] = most;
+            let divisor_m = first.begin(l, &block.m, most[0], &mut codes[0]);
+            let divisor_v = second.begin(l, &block.v, most[1], &mut codes[1]);
+            // Quotients and roots take long, so they run beside the search for codes.
+            for i in (0..BLOCK_ELEMS).step_by(2 * L::ITEM) {
+                for i in (i..i + 2 * L::ITEM).step_by(L::ITEM) {
+                    if !is_finite {
+                        break;
+                    }
+                    let weight = own.load::<L, false>(l, i);
+                    block.move_weight(l, &constants, i, weight[0]);
+                    block.move_weight(l, &constants, i + L::N, weight[1]);
+                }
+                if let Some(divisor) = &divisor_m {
+                    first.encode(l, &block.m, i, divisor, &mut codes[0]);
+                }
+            }
+            if let Some(divisor) = &divisor_v {
+                for i in (0..BLOCK_ELEMS).step_by(4 * L::N) {
+                    second.encode(l, &block.v, i, divisor, &mut codes[1]);
+                }
+            }
             of_m.0.copy_from_slice(&codes[0][..n]);
             of_v.0.copy_from_slice(&codes[1][..n]);
             put(l, own, &block.weight, n, rounding);

@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use kernels::dynamic_map;
 
 use super::blockwise::BLOCK_ELEMS;
-use crate::lanes::{Lanes, Portable};
+use crate::lanes::{ByteTable, Lanes, PAD, Portable};
 
 /// Smallest magnitude with a bucket of its own, as bits: 2^-23. Smaller ones are counted to its bucket, because every
 /// threshold between two codes is larger.
@@ -17,8 +17,6 @@ const LEAST: u32 = 0x3400_0000;
 const ENTRIES: usize = 1 << 12;
 /// Codes of 0 in the maps of both moments.
 const ZEROS: [u8; 2] = [127, 0];
-/// Numbers of the longest vector, or more.
-const MOST_LANES: usize = 32;
 /// Bits of a number without its sign.
 pub(super) const MAGNITUDE: u32 = 0x7fff_ffff;
 
@@ -33,7 +31,7 @@ pub(super) type Values = [f32; BLOCK_ELEMS];
 pub(super) struct Codec<const SIGNED: bool> {
     map: &'static [f32; 256],
     /// Bits of the map's values.
-    values: [u32; 256],
+    values: ByteTable,
     /// One entry for each sign and bucket. The bits above the low ones are a code. The low bits are chosen so that
     /// adding those of the number overflows into the code exactly if the number is beyond the threshold. (For negative
     /// numbers the lower bits are inverted first.)
@@ -78,7 +76,10 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         let zero = if SIGNED { ZEROS[0] } else { ZEROS[1] };
         Self {
             map,
-            values: map.map(f32::to_bits),
+            values: std::array::from_fn(|i| {
+                let value = i.checked_sub(PAD).and_then(|code| map.get(code));
+                value.map_or(0, |value| value.to_bits())
+            }),
             entries,
             classes: Classes::new(&map[usize::from(zero)..], SIGNED),
         }
@@ -106,100 +107,118 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         [index, l.xor(low, inverted)]
     }
 
-    /// Encodes the values of a block whose largest magnitude is `absmax`.
+    /// Prepares to encode the values of a block whose largest magnitude is `absmax`. `None` if `codes` then are complete.
+    #[inline(always)]
+    pub(super) fn begin<L: Lanes>(
+        &self,
+        l: L,
+        values: &Values,
+        absmax: f32,
+        codes: &mut [u8; BLOCK_ELEMS],
+    ) -> Option<Divisor<L>> {
+        if absmax == 0.0 {
+            // As the search for 0 / 0, NaN, ends.
+            codes.fill(search(self.map, f32::NAN.copysign(1.0)));
+            return None;
+        }
+        if !absmax.is_finite() {
+            self.encode_each(values, absmax, codes);
+            return None;
+        }
+        Some(Divisor {
+            absmax: l.f(absmax),
+            reciprocal: l.f(1.0 / absmax),
+            estimates: L::PERMUTES && EXACT_FACTORS.contains(&absmax),
+        })
+    }
+
+    /// Encodes the values from element `i` on, four vectors of them.
     #[inline(always)]
     pub(super) fn encode<L: Lanes>(
         &self,
         l: L,
         values: &Values,
-        absmax: f32,
+        i: usize,
+        divisor: &Divisor<L>,
         codes: &mut [u8; BLOCK_ELEMS],
     ) {
-        if absmax == 0.0 {
-            // As the search for 0 / 0, NaN, ends.
-            codes.fill(search(self.map, f32::NAN.copysign(1.0)));
-            return;
-        }
-        if !absmax.is_finite() {
-            return self.encode_each(values, absmax, codes);
-        }
-        if !L::PERMUTES || !self.estimate(l, values, absmax, codes) {
-            self.encode_by_table(l, values, absmax, codes);
+        if !divisor.estimates || !self.estimate(l, values, i, divisor.reciprocal, codes) {
+            self.encode_by_table(l, values, i, divisor.absmax, codes);
         }
     }
 
-    /// As [`Codec::encode`], by arithmetic. Returns whether the codes are certain: no value is so close to a threshold
-    /// that rounding could decide.
+    /// Encodes the values from element `i` on by arithmetic, four vectors of them, and returns whether the codes are certain:
+    /// no value is so close to a threshold that rounding could decide. `factor` is the reciprocal of the absmax.
     #[inline(always)]
     pub(super) fn estimate<L: Lanes>(
         &self,
         l: L,
         values: &Values,
-        absmax: f32,
+        i: usize,
+        factor: L::F,
         codes: &mut [u8; BLOCK_ELEMS],
     ) -> bool {
-        if !EXACT_FACTORS.contains(&absmax) {
-            return false;
+        let mut doubts = [l.u(u32::MAX); 2];
+        let mut all = [l.u(0); 4];
+        for (vector, code) in all.iter_mut().enumerate() {
+            let share = l.mul(l.load(&values[i + vector * L::N..]), factor);
+            *code = self.estimate_vector(l, share, &mut doubts);
         }
-        let classes = &self.classes;
-        let (factor, rounder) = (l.f(1.0 / absmax), l.f(ROUNDER));
-        let mut doubts = [l.u(0); 2];
-        for i in (0..BLOCK_ELEMS).step_by(L::N) {
-            let bits = l.bits(l.mul(l.load(&values[i..]), factor));
-            let sign = l.shr::<31>(bits);
-            let magnitude = match SIGNED {
-                true => l.and(bits, l.u(MAGNITUDE)),
-                false => l.and(bits, l.add_u(sign, l.u(u32::MAX))),
-            };
-            let octaves = l.add_u(l.shr::<24>(magnitude), l.u((LEAST >> 24).wrapping_neg()));
-            let lower = l.look_up_16(&classes.of_octaves, octaves);
-            let distance = l.sub_u(l.look_up_8(&classes.near_end, lower), magnitude);
-            doubts[0] = l.max_u(doubts[0], distance);
-            let is_upper = l.above(magnitude, l.look_up_8(&classes.end, lower));
-            let class = l.sub_u(lower, is_upper);
-            let last = l.float(l.look_up_8(&classes.last, class));
-            let scale = l.float(l.look_up_8(&classes.scale, class));
-            let offset = l.float(l.look_up_8(&classes.offset, class));
-            let share = l.min(l.float(magnitude), last);
-            let exact = l.add(l.mul(share, scale), offset);
-            let rounded = l.add(exact, rounder);
-            let rest = l.sub(exact, l.sub(rounded, rounder));
-            doubts[1] = l.max_u(doubts[1], l.and(l.bits(rest), l.u(MAGNITUDE)));
-            let steps = l.and(l.bits(rounded), l.u(0x1ff));
-            let code = match SIGNED {
-                true => {
-                    // A negative number is never encoded as 0.
-                    let steps = l.max_u(steps, sign);
-                    let inverted = l.sub_u(l.u(0), sign);
-                    let steps = l.sub_u(l.xor(steps, inverted), inverted);
-                    l.add_u(steps, l.u(ZEROS[0].into()))
-                }
-                false => steps,
-            };
-            l.store_bytes(&mut codes[i..], code);
-        }
-        largest(l, doubts[0]).to_bits() < NEAR && largest(l, doubts[1]) < MOST_REST
+        l.store_bytes(&mut codes[i..], all);
+        l.all_at_least(doubts[0], ULPS) && l.all_at_least(doubts[1], 2 * MARGIN)
     }
 
-    /// As [`Codec::encode`], by the table.
+    /// Codes of shares of the absmax. `doubts` are the smallest distances so far from ends of classes and from thresholds.
+    #[inline(always)]
+    fn estimate_vector<L: Lanes>(&self, l: L, share: L::F, doubts: &mut [L::U; 2]) -> L::U {
+        let classes = &self.classes;
+        let magnitude = match SIGNED {
+            true => l.float(l.and(l.bits(share), l.u(MAGNITUDE))),
+            false => share,
+        };
+        let magnitude = l.max(magnitude, l.f(f32::from_bits(LEAST)));
+        let octaves = l.shr::<24>(l.bits(magnitude));
+        let lower = l.look_up_16(&classes.of_octaves, octaves);
+        let beyond = l.sub_u(l.bits(magnitude), l.look_up_8(&classes.end, lower));
+        doubts[0] = l.min_u(doubts[0], l.abs(beyond));
+        let class = l.sub_u(lower, l.above(beyond, l.u(0)));
+        let last = l.float(l.look_up_8(&classes.last, class));
+        let scale = l.float(l.look_up_8(&classes.scale, class));
+        let offset = l.float(l.look_up_8(&classes.offset, class));
+        let sum = l.bits(l.add(l.mul(l.min(magnitude, last), scale), offset));
+        doubts[1] = l.min_u(doubts[1], l.and(sum, l.u((1 << FRACTION_BITS) - 1)));
+        let steps = l.shr::<FRACTION_BITS>(sum);
+        if !SIGNED {
+            return steps;
+        }
+        // A negative number is never encoded as 0.
+        let whole = l.sub_u(steps, l.u(BASE.to_bits() >> FRACTION_BITS));
+        let sign = l.bits(share);
+        let steps = l.negate(l.max_u(whole, l.shr::<31>(sign)), sign);
+        l.add_u(steps, l.u(ZEROS[0].into()))
+    }
+
+    /// Encodes the values from element `i` on by the table, four vectors of them.
     #[inline(always)]
     pub(super) fn encode_by_table<L: Lanes>(
         &self,
         l: L,
         values: &Values,
-        absmax: f32,
+        i: usize,
+        absmax: L::F,
         codes: &mut [u8; BLOCK_ELEMS],
     ) {
-        let divisor = l.f(absmax);
-        for i in (0..BLOCK_ELEMS).step_by(L::N) {
-            let [at, low] = Self::locate(l, l.div(l.load(&values[i..]), divisor));
+        let mut all = [l.u(0); 4];
+        for (vector, code) in all.iter_mut().enumerate() {
+            let value = l.load(&values[i + vector * L::N..]);
+            let [at, low] = Self::locate(l, l.div(value, absmax));
             let sum = l.add_u(l.look_up(&self.entries, at), low);
-            let code = match SIGNED {
+            *code = match SIGNED {
                 true => l.shr::<17>(sum),
                 false => l.shr::<16>(sum),
             };
-            l.store_bytes(&mut codes[i..], code);
         }
+        l.store_bytes(&mut codes[i..], all);
     }
 
     /// Encodes values one by one, for a block with an overflow.
@@ -222,33 +241,42 @@ impl<const SIGNED: bool> Codec<SIGNED> {
     }
 }
 
+/// Absmax of a block that is encoded.
+pub(super) struct Divisor<L: Lanes> {
+    absmax: L::F,
+    reciprocal: L::F,
+    /// Whether shares are products with the reciprocal, unless one is in doubt.
+    estimates: bool,
+}
+
 /// Range of absmax whose reciprocal is a normal number.
 const EXACT_FACTORS: std::ops::Range<f32> = 1e-30..1e30;
-/// Sum with a small number that rounds it to a whole number, in the lowest bits.
-const ROUNDER: f32 = 12_582_912.0;
+/// Bits of a sum of [`BASE`] and up to 2^8 steps after the point.
+const FRACTION_BITS: u32 = 15;
+/// Number whose sums with steps have [`FRACTION_BITS`]: the bits above those end in the whole number of steps.
+const BASE: f32 = 256.0;
 /// Distance in units in the last place from the end of a class within which a code is in doubt. A product with the
 /// reciprocal differs from the quotient by two units, and the ends for negative numbers by one.
 const ULPS: u32 = 8;
-/// Differences from [`Classes::near_end`] from here on are in doubt.
-const NEAR: u32 = u32::MAX - 2 * ULPS;
-/// Distance from a whole number of steps below which a code is certain. Half a step is a threshold. The steps of a
-/// class are even up to 2^-14: values and thresholds are rounded to 24 bits, as are the sums of up to 2^8 steps here.
-const MOST_REST: f32 = 0.5 - 1.0 / 8192.0;
+/// Distance from a threshold, in units of 2^-15 steps, within which a code is in doubt. A share has an error of two units in
+/// the last place, which are 0.6 units here for the 142 steps per unit of the largest class; its scale adds 0.1, the
+/// product 0.3, and the offset and the sum 0.5 each. The steps of a class are even up to two units: values and thresholds
+/// are rounded to 24 bits.
+const MARGIN: u32 = 5;
 
 /// Classes of a map: values at even steps, which are the decades of the map. The first class also has 0, and the last
 /// one has 1 alone. Tables of eight entries fit a register.
 struct Classes {
-    /// Class at the start of each two octaves from 2^-23 on; the next class may start inside them.
+    /// Class at the start of each two octaves, by the lowest bits of their number; the next class may start inside them.
     of_octaves: [u8; 16],
     /// Largest magnitude of each class, as bits.
     end: [u32; 8],
-    /// [`NEAR`] plus a magnitude shortly above the end. After subtraction of a magnitude, sums that wrap are below it.
-    near_end: [u32; 8],
     /// Largest value of each class, as bits.
     last: [u32; 8],
     /// Steps per unit of a share of the absmax, as bits.
     scale: [u32; 8],
-    /// Steps from code 0 to a share of 0, as bits.
+    /// Sum of [`BASE`], the steps from code 0 to a share of 0, half a step, and [`MARGIN`], as bits. Thresholds are then
+    /// [`MARGIN`] above whole numbers.
     offset: [u32; 8],
 }
 
@@ -259,11 +287,12 @@ impl Classes {
         let mut classes = Self {
             of_octaves: [0; 16],
             end: [MAGNITUDE; 8],
-            near_end: [0; 8],
             last: [0; 8],
             scale: [0; 8],
             offset: [0; 8],
         };
+        let margin = f64::from(MARGIN) / f64::from(1 << FRACTION_BITS);
+        let origin = f64::from(BASE) + 0.5 + margin;
         let (mut first, mut count) = (0, if signed { 2 } else { 3 });
         for class in 0..7 {
             let last = first + count - 1;
@@ -276,17 +305,17 @@ impl Classes {
             let offset = first as f64 + 0.5 - scale * f64::from(middle(first));
             let end = middle(last).to_bits();
             classes.end[class] = end;
-            classes.near_end[class] = NEAR.wrapping_add(end + ULPS);
             classes.last[class] = values[last].to_bits();
             classes.scale[class] = (scale as f32).to_bits();
-            classes.offset[class] = (offset as f32).to_bits();
+            classes.offset[class] = ((origin + offset) as f32).to_bits();
             (first, count) = (last + 1, if signed { 2 << class } else { 4 << class });
         }
         classes.last[7] = 1f32.to_bits();
-        classes.offset[7] = ((values.len() - 1) as f32).to_bits();
-        for (pair, class) in classes.of_octaves.iter_mut().enumerate() {
-            let start = LEAST + ((pair as u32) << 24);
-            *class = classes.end.iter().filter(|end| **end < start).count() as u8;
+        classes.offset[7] = ((origin + (values.len() - 1) as f64) as f32).to_bits();
+        for octaves in LEAST >> 24..=1f32.to_bits() >> 24 {
+            let start = octaves << 24;
+            let class = classes.end.iter().filter(|end| **end < start).count();
+            classes.of_octaves[octaves as usize % 16] = class as u8;
         }
         classes
     }
@@ -321,13 +350,4 @@ pub(super) fn search(map: &[f32; 256], x: f32) -> u8 {
         (true, true) => code.wrapping_add(1),
         (true, false) => code.wrapping_sub(1),
     }
-}
-
-/// The largest of some magnitudes, given as bits.
-#[inline(always)]
-pub(super) fn largest<L: Lanes>(l: L, bits: L::U) -> f32 {
-    let mut numbers = [0f32; MOST_LANES];
-    l.store(&mut numbers, l.float(bits));
-    let most = numbers.iter().fold(0, |most, x| x.to_bits().max(most));
-    f32::from_bits(most)
 }

@@ -16,7 +16,7 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::{Lanes, Loop};
+use super::{ByteTable, Lanes, Loop, PAD};
 
 /// Proof that the processor has AVX-512 F, BW, DQ and VL.
 #[derive(Clone, Copy, Debug)]
@@ -255,19 +255,51 @@ impl Lanes for Avx512 {
         unsafe { _mm512_i32gather_epi32::<4>(at, table.as_ptr().cast()) }
     }
     #[inline(always)]
-    fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U {
+    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> Self::U {
         assert!(at.len() >= Self::N);
-        // SAFETY: the instructions exist, the slice holds what is read, and every byte is below the length of the table.
+        // SAFETY: the instructions exist, the slice holds what is read, and the table has an entry for every byte.
         unsafe {
             let at = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.as_ptr().cast()));
-            _mm512_i32gather_epi32::<4>(at, table.as_ptr().cast())
+            _mm512_i32gather_epi32::<4>(at, table.as_ptr().add(PAD).cast())
         }
     }
     #[inline(always)]
-    fn store_bytes(self, to: &mut [u8], x: Self::U) {
-        assert!(to.len() >= Self::N);
-        // SAFETY: the instructions exist, and the slice holds what is written.
-        unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x)) }
+    fn store_bytes(self, to: &mut [u8], x: [Self::U; 4]) {
+        for (to, x) in to[..4 * Self::N].chunks_exact_mut(Self::N).zip(x) {
+            // SAFETY: the instructions exist, and the slice holds what is written.
+            unsafe {
+                let x = _mm512_max_epi32(x, _mm512_setzero_si512());
+                _mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x));
+            }
+        }
+    }
+    #[inline(always)]
+    fn max(self, a: Self::F, b: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    fn min_u(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_min_epu32(a, b) }
+    }
+    #[inline(always)]
+    fn abs(self, a: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_abs_epi32(a) }
+    }
+    #[inline(always)]
+    fn negate(self, a: Self::U, b: Self::U) -> Self::U {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            let negative = _mm512_cmplt_epi32_mask(b, _mm512_setzero_si512());
+            _mm512_mask_sub_epi32(a, negative, _mm512_setzero_si512(), a)
+        }
+    }
+    #[inline(always)]
+    fn largest(self, a: Self::U) -> u32 {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_reduce_max_epu32(a) }
     }
     #[inline(always)]
     fn prefetch<T>(self, at: *const T) {

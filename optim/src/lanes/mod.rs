@@ -19,6 +19,11 @@ pub(crate) use avx2::Avx2;
 pub(crate) use avx512::Avx512;
 pub(crate) use portable::Portable;
 
+/// Entries before and after those of a [`ByteTable`], which vectors around an entry may include.
+pub(crate) const PAD: usize = 4;
+/// Table with an entry for each byte, from [`PAD`] on.
+pub(crate) type ByteTable = [u32; 256 + 2 * PAD];
+
 /// Instruction set with vectors of [`Lanes::N`] numbers. Slices passed in have at least `N` elements, or
 /// [`Lanes::ITEM`] elements of 16 bits.
 pub(crate) trait Lanes: Copy {
@@ -47,6 +52,9 @@ pub(crate) trait Lanes: Copy {
     fn sqrt(self, a: Self::F) -> Self::F;
 
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The largest number.
+    fn largest(self, a: Self::U) -> u32;
 
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U;
     fn sub_u(self, a: Self::U, b: Self::U) -> Self::U;
@@ -54,12 +62,24 @@ pub(crate) trait Lanes: Copy {
     fn and(self, a: Self::U, b: Self::U) -> Self::U;
     fn xor(self, a: Self::U, b: Self::U) -> Self::U;
     fn max_u(self, a: Self::U, b: Self::U) -> Self::U;
+    fn min_u(self, a: Self::U, b: Self::U) -> Self::U;
+    /// Magnitudes of numbers in two's complement.
+    fn abs(self, a: Self::U) -> Self::U;
+    /// Numbers of `a`, negated where `b` is negative in two's complement. The numbers must be 0 where `b` is 0.
+    fn negate(self, a: Self::U, b: Self::U) -> Self::U;
     fn shr<const BITS: u32>(self, a: Self::U) -> Self::U;
     fn shl<const BITS: u32>(self, a: Self::U) -> Self::U;
-    /// All bits where a number of `a` is above that of `b`, else none. The numbers must be below 2^31.
+    /// All bits where a number of `a` is above that of `b` in two's complement, else none.
     fn above(self, a: Self::U, b: Self::U) -> Self::U;
     /// Whether every number is below `limit`. The numbers and `limit` must be below 2^31.
     fn all_below(self, a: Self::U, limit: u32) -> bool;
+
+    /// Whether every number is `limit` or more. The numbers and `limit` must be below 2^31.
+    #[inline(always)]
+    fn all_at_least(self, a: Self::U, limit: u32) -> bool {
+        let below = self.above(self.u(limit), a);
+        self.all_below(self.and(below, self.u(1)), 1)
+    }
 
     /// Elementwise maximum of the 16-bit numbers.
     fn max_halves(self, a: Self::U, b: Self::U) -> Self::U;
@@ -81,15 +101,14 @@ pub(crate) trait Lanes: Copy {
     fn even_odd(self, a: Self::F, b: Self::F) -> [Self::F; 2];
     /// Entries of a table at the given indices, modulo 8.
     fn look_up_8(self, table: &[u32; 8], at: Self::U) -> Self::U;
-    /// Entries of a table at the given indices, and its first entry, which must be 0, at indices from 2^32 - 128 on.
-    /// Other indices must be below 16.
+    /// Entries of a table at the given indices below 128, modulo 16. The first entry must be 0.
     fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U;
     /// Entries of a table at the given indices, modulo its length, a power of two.
     fn look_up<const LEN: usize>(self, table: &[u32; LEN], at: Self::U) -> Self::U;
     /// Entries of a table at the first [`Lanes::N`] bytes of a slice.
-    fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U;
-    /// Stores numbers below 256 as bytes.
-    fn store_bytes(self, to: &mut [u8], x: Self::U);
+    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> Self::U;
+    /// Stores four vectors as bytes: the lowest ones of numbers below 2^16, and 0 for negative numbers.
+    fn store_bytes(self, to: &mut [u8], x: [Self::U; 4]);
     /// Prefetches the cache line of an address, which may be invalid.
     fn prefetch<T>(self, at: *const T);
 

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::Lanes;
+use super::{ByteTable, Lanes, PAD};
 
 /// The baseline instruction set; needs no detection.
 #[derive(Clone, Copy, Debug)]
@@ -169,7 +169,9 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     fn above(self, a: Self::U, b: Self::U) -> Self::U {
-        both(a, b, |a, b| u32::from(a > b).wrapping_neg())
+        both(a, b, |a, b| {
+            u32::from(a.cast_signed() > b.cast_signed()).wrapping_neg()
+        })
     }
     #[inline(always)]
     fn look_up_8(self, table: &[u32; 8], at: Self::U) -> Self::U {
@@ -177,9 +179,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U {
-        each(at, |at| {
-            table.get(at as usize).map_or(0, |entry| u32::from(*entry))
-        })
+        each(at, |at| u32::from(table[at as usize & 15]))
     }
     #[inline(always)]
     fn look_up<const LEN: usize>(self, table: &[u32; LEN], at: Self::U) -> Self::U {
@@ -187,15 +187,38 @@ impl Lanes for Portable {
         each(at, |at| table[at as usize & (LEN - 1)])
     }
     #[inline(always)]
-    fn look_up_bytes(self, table: &[u32; 256], at: &[u8]) -> Self::U {
+    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> Self::U {
         let at = &at[..N];
-        std::array::from_fn(|i| table[usize::from(at[i])])
+        std::array::from_fn(|i| table[PAD + usize::from(at[i])])
     }
     #[inline(always)]
-    fn store_bytes(self, to: &mut [u8], x: Self::U) {
-        for (to, x) in to[..N].iter_mut().zip(x) {
-            *to = x as u8;
+    fn store_bytes(self, to: &mut [u8], x: [Self::U; 4]) {
+        for (to, x) in to[..4 * N].iter_mut().zip(x.into_iter().flatten()) {
+            *to = x.cast_signed().max(0) as u8;
         }
+    }
+    #[inline(always)]
+    fn max(self, a: Self::F, b: Self::F) -> Self::F {
+        both(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn min_u(self, a: Self::U, b: Self::U) -> Self::U {
+        both(a, b, Ord::min)
+    }
+    #[inline(always)]
+    fn abs(self, a: Self::U) -> Self::U {
+        each(a, |a| a.cast_signed().unsigned_abs())
+    }
+    #[inline(always)]
+    fn negate(self, a: Self::U, b: Self::U) -> Self::U {
+        both(a, b, |a, b| match b.cast_signed() < 0 {
+            true => a.wrapping_neg(),
+            false => a,
+        })
+    }
+    #[inline(always)]
+    fn largest(self, a: Self::U) -> u32 {
+        a.into_iter().fold(0, Ord::max)
     }
     #[inline(always)]
     fn prefetch<T>(self, _: *const T) {}

@@ -41,6 +41,29 @@ impl Loop for Everything<'_> {
             l.float(l.xor(l.word(key, 0, pairs), l.word(key, 2, pairs)))
         });
         keep(&|_, _, i| l.float(l.add_u(l.iota(), l.u(i as u32))));
+        let signs: Vec<bf16> = [-1.5f32, 0.0, 2.5, 0.0]
+            .repeat(ELEMS / 4)
+            .into_iter()
+            .map(bf16::from_f32)
+            .collect();
+        let [signs, _] = l.widen(l.load_halves(&signs));
+        let signs = l.shl::<16>(signs);
+        keep(&|a, b, _| l.max(a, b));
+        keep(&|a, b, _| u(&|a, b| l.min_u(a, b), a, b));
+        keep(&|a, _, _| l.float(l.abs(l.bits(a))));
+        keep(&|a, b, _| u(&|a, b| l.above(a, b), a, b));
+        keep(&|a, _, _| l.float(l.negate(l.and(l.bits(a), signs), signs)));
+        let table: [u8; 16] = std::array::from_fn(|i| 3 * i as u8);
+        keep(&|a, _, _| l.float(l.look_up_16(&table, l.shr::<25>(l.bits(a)))));
+        let table: [u32; 8] = std::array::from_fn(|i| 7 * i as u32);
+        keep(&|a, _, _| l.float(l.look_up_8(&table, l.bits(a))));
+        let table: ByteTable = std::array::from_fn(|i| 5 * i as u32);
+        let at: Vec<u8> = (0..ELEMS)
+            .map(|i| (37 * i) as u8)
+            .chain([0, 255].repeat(8))
+            .collect();
+        keep(&|_, _, i| l.float(l.look_up_bytes(&table, &at[i..])));
+        keep(&|_, _, _| l.float(l.look_up_bytes(&table, &at[ELEMS..])));
 
         let mut wide = vec![0f32; ELEMS];
         let mut narrow = vec![bf16::ZERO; ELEMS];
@@ -63,6 +86,15 @@ impl Loop for Everything<'_> {
         assert!(l.all_below(low, 0x1_0000) && !l.all_below(low, 1));
         let halves = l.u(0x1234_0567);
         assert!(l.all_halves_below(halves, 0x1235) && !l.all_halves_below(halves, 0x1234));
+        // Negative numbers become 0, and others keep their lowest bytes.
+        let numbers = [0, 255, 0x1234, u32::MAX].map(|x| l.u(x));
+        let mut bytes = [1; ELEMS];
+        l.store_bytes(&mut bytes, numbers);
+        let expected = [0, 255, 0x34, 0].map(|byte| vec![byte; L::N]).concat();
+        assert_eq!(bytes[..4 * L::N], expected);
+        let counted = l.add_u(l.iota(), l.u(5));
+        assert_eq!(l.largest(counted), 4 + L::N as u32);
+        assert!(l.all_at_least(counted, 5) && !l.all_at_least(counted, 6));
         l.prefetch(a.as_ptr());
     }
 }

@@ -78,6 +78,8 @@ impl Rank {
             stage: Stage::try_from(layout.stage).map_err(|e| anyhow!(e))?,
             precision: layout.precision,
             offload: layout.offload,
+            // The ranks are threads of this process.
+            shares_host_memory: true,
             max_grad_norm: setup.max_grad_norm,
             ..ZeroConfig::default()
         };

@@ -23,7 +23,7 @@ use crate::launch::hostfile;
 use crate::model::optimizer::trained_parts;
 use crate::model::setup::{shapes, unit_costs};
 use crate::plan::disk_check::DiskCheck;
-use crate::plan::rank_memory::{plan_event, upload_line};
+use crate::plan::rank_memory::{plan_event, shared_line, upload_line};
 use crate::plan::{
     DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line,
     backward_share, forward_line, pixel_line, quantized_event, resume, stage_line, stages,
@@ -336,6 +336,7 @@ fn as_text(
     let first = [
         stage_line(config, lower_stage.as_ref()),
         upload_line(plan, None),
+        shared_line(plan),
     ];
     for line in first.into_iter().flatten() {
         text += &shown(&line, usize::MAX);

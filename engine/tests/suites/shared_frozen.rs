@@ -1,0 +1,335 @@
+//! Frozen weights that the ranks of one machine store once: no gather, one copy in memory and on disk, the same bits.
+
+use crate::toy::{self, Case, engine_for, load_initial, run_world, train_step, weight_bits};
+use engine::comm::{
+    Buffer, Collective, CommError, Communicator, Tag as CommTag, Ticket, WindowUsage, World, shm,
+};
+use engine::{
+    EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,
+    Plan, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
+};
+use kernels::{Backend, Codebook, CpuBackend, Packing, Pool};
+use optim::{AdamW, GroupOptions, Optimizer};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Counts the collectives that a rank starts, by tag.
+#[derive(Debug)]
+struct Counted {
+    inner: Arc<dyn Communicator>,
+    by_tag: Mutex<BTreeMap<&'static str, usize>>,
+}
+
+impl Communicator for Counted {
+    fn world(&self) -> World {
+        self.inner.world()
+    }
+    fn alloc(&self, bytes: usize) -> Result<Buffer, CommError> {
+        self.inner.alloc(bytes)
+    }
+    fn start(&self, op: Collective, buffer: Buffer) -> Result<Ticket, CommError> {
+        *self.by_tag.lock().unwrap().entry(op.tag.name).or_default() += 1;
+        self.inner.start(op, buffer)
+    }
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+    fn failure(&self) -> Option<CommError> {
+        self.inner.failure()
+    }
+    fn memory(&self) -> WindowUsage {
+        self.inner.memory()
+    }
+    fn time_spent(&self) -> Duration {
+        self.inner.time_spent()
+    }
+}
+
+/// A toy with two frozen units, whose matrices are packed.
+fn case(stage: u8, param: Tier, shares: bool) -> Case {
+    let mut case = Case::new(3, stage).offload(Offload {
+        param,
+        ..Offload::default()
+    });
+    case.frozen_units = vec![1, 3];
+    case.packing = Some(Packing::four_bit(Codebook::Nf4, true));
+    case.config.shares_host_memory = shares;
+    case.steps = 2;
+    case
+}
+
+/// Collectives of two steps and one export by tag, for one rank.
+fn collectives(case: &Case) -> BTreeMap<&'static str, usize> {
+    let mut ranks = run_world(case.world, |inner| {
+        let by_tag = Mutex::default();
+        let counted = Arc::new(Counted { inner, by_tag });
+        let mut zero = engine_for(case, counted.clone()).unwrap();
+        load_initial(&mut zero);
+        for step in 0..case.steps {
+            train_step(case, &mut zero, step).unwrap();
+        }
+        zero.visit_weights(|_, _| Ok::<_, EngineError>(())).unwrap();
+        let by_tag = counted.by_tag.lock().unwrap();
+        by_tag.clone()
+    });
+    ranks.remove(0)
+}
+
+#[test]
+fn no_collective_gathers_shared_frozen_weights() {
+    for stage in 0..=3 {
+        let shared = collectives(&case(stage, Tier::Host, true));
+        for tag in ["gather-frozen", "gather-packed"] {
+            assert!(!shared.contains_key(tag), "stage {stage}: {tag}");
+        }
+        assert_eq!(shared.contains_key("gather"), stage == 3);
+        let private = collectives(&case(stage, Tier::Host, false));
+        assert_eq!(private.contains_key("gather-packed"), stage == 3);
+    }
+}
+
+/// Bytes of weights that all ranks store, in host memory and on disk.
+fn stored(config: &ZeroConfig, frozen: usize) -> u64 {
+    let plan = Plan::new(large(frozen, 1 << 18), config.clone(), 2).unwrap();
+    let weights = plan
+        .memory(AdamW::default().slots(config.precision))
+        .parameters;
+    2 * (weights.host + weights.nvme)
+}
+
+#[test]
+fn each_frozen_byte_is_stored_once_on_the_machine() {
+    for tier in [Tier::Host, Tier::Nvme] {
+        for stage in 0..=3u8 {
+            let mut config = ZeroConfig {
+                stage: Stage::try_from(stage).unwrap(),
+                offload: Offload::states(tier),
+                shares_host_memory: true,
+                ..ZeroConfig::default()
+            };
+            // The trainable parameters take the same in both.
+            let [few, many] = [1, 5].map(|frozen| stored(&config, frozen));
+            assert_eq!(many - few, 4 << 20, "{tier:?} {stage}");
+            config.shares_host_memory = false;
+            let [few, many] = [1, 5].map(|frozen| stored(&config, frozen));
+            let copies = if stage == 3 { 1 } else { 2 };
+            assert_eq!(many - few, copies * (4 << 20), "{tier:?} {stage}");
+        }
+    }
+}
+
+/// Each rank reads its shard only. The spill files have the planned size, which `engine_for` checks.
+#[test]
+fn shared_weights_on_disk_are_gathered_in_every_stage() {
+    for stage in 0..=3 {
+        let shared = collectives(&case(stage, Tier::Nvme, true));
+        let private = collectives(&case(3, Tier::Nvme, false));
+        for tag in ["gather-frozen", "gather-packed"] {
+            assert_eq!(shared[tag], private[tag], "stage {stage} {tag}");
+        }
+    }
+}
+
+#[test]
+fn shared_weights_are_not_written_while_a_lease_reads_them() {
+    let case = case(2, Tier::Host, true);
+    run_world(3, |comm| {
+        let mut zero = engine_for(&case, comm.clone()).unwrap();
+        load_initial(&mut zero);
+        let before = weight_bits(&zero);
+        zero.begin_pass(PassKind::Infer);
+        for unit in 0..toy::UNITS as u32 {
+            let lease = zero.lease(UnitId(unit), Phase::Forward).unwrap();
+            lease.end().unwrap();
+        }
+        zero.end_pass().unwrap();
+        let mut views = Vec::new();
+        zero.visit_weights(|_, weight| {
+            views.push(weight.clone());
+            Ok::<_, EngineError>(())
+        })
+        .unwrap();
+        let none = |_, _: std::ops::Range<usize>, _: &mut [f32]| Ok::<_, std::io::Error>(());
+        let refused = zero.load(none).unwrap_err();
+        assert!(
+            matches!(refused, EngineError::WeightsBorrowed { .. }),
+            "{refused}"
+        );
+        drop(views);
+        load_initial(&mut zero);
+        assert_eq!(weight_bits(&zero), before);
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_load_ends_the_wait_of_the_others() {
+    let case = case(2, Tier::Host, true);
+    let errors = run_world(3, |comm| {
+        let rank = comm.world().rank;
+        let mut zero = engine_for(&case, comm).unwrap();
+        let read = |_, _: std::ops::Range<usize>, _: &mut [f32]| match rank {
+            1 => Err(std::io::Error::other("no such file")),
+            _ => Ok(()),
+        };
+        zero.load(read).unwrap_err()
+    });
+    assert!(
+        matches!(errors[1], EngineError::Load { .. }),
+        "{}",
+        errors[1]
+    );
+    for error in [&errors[0], &errors[2]] {
+        let aborted = matches!(
+            error,
+            EngineError::Comm(CommError::Aborted { by_rank: 1, .. })
+        );
+        assert!(aborted, "{error}");
+    }
+}
+
+/// Environment variable with `case rank dir` of a process that this test binary starts.
+const ROLE: &str = "ENGINE_SHARED_ROLE";
+const RANKS: usize = 2;
+const FROZEN: usize = 6;
+const ELEMS: usize = 1 << 20;
+/// Bound on the share of the base that counts for all ranks together.
+const MOST_COPIES: f64 = 1.1;
+
+/// A unit with one trainable parameter, then `frozen` units with one frozen parameter of `elems` elements.
+fn large(frozen: usize, elems: usize) -> ModelSpec {
+    let mut spec = ModelSpec::default();
+    for unit in 0..=frozen {
+        let name = format!("units.{unit}");
+        spec.units.push(UnitSpec { name: name.clone() });
+        spec.params.push(ParamSpec {
+            name: format!("{name}.weight"),
+            shape: [if unit == 0 { 64 } else { elems }].as_slice().into(),
+            unit: UnitId(unit as u32),
+            trainable: unit == 0,
+            packing: None,
+        });
+    }
+    spec
+}
+
+fn rank_of(comm: Arc<dyn Communicator>) -> Zero {
+    let spec = large(FROZEN, ELEMS);
+    let config = ZeroConfig {
+        offload: Offload::CPU,
+        shares_host_memory: true,
+        ..ZeroConfig::default()
+    };
+    let same = GroupOptions {
+        weight_decay: 0.0,
+        lr_scale: 1.0,
+    };
+    let optimizer = OptimizerConfig {
+        rule: Arc::new(AdamW::default()),
+        groups: vec![same; spec.params.len()],
+    };
+    let plan = Arc::new(Plan::new(spec, config, RANKS).unwrap());
+    let device = Pool::new("device", None);
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
+    let tiers = Tiers::new(device, Pool::new("host", None));
+    Zero::new(plan, comm, backend, tiers, optimizer).unwrap()
+}
+
+fn spawn(case: &str, dir: &Path) -> Vec<Child> {
+    let rank = |rank| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "shared_frozen::child", "--nocapture"])
+            .env(ROLE, format!("{case} {rank} {}", dir.display()))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    (0..RANKS).map(rank).collect()
+}
+
+/// Proportional resident bytes of the shared weights in this process.
+fn proportional_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut is_shared, mut kib) = (false, 0);
+    for line in text.lines() {
+        if let Some(pss) = line.strip_prefix("Pss:") {
+            let pss: u64 = pss.trim().trim_end_matches(" kB").parse().unwrap();
+            kib += if is_shared { pss } else { 0 };
+        } else if line
+            .split_whitespace()
+            .next()
+            .is_some_and(|word| !word.ends_with(':'))
+        {
+            // The first line of a map has an address and a name, the others a field.
+            is_shared = line.contains("tessera-frozen");
+        }
+    }
+    kib << 10
+}
+
+/// Body of a child process. It returns at once unless the environment names a case.
+#[test]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let [case, rank, dir] = role.splitn(3, ' ').collect::<Vec<_>>()[..] else {
+        panic!("{role}")
+    };
+    let world = World {
+        rank: rank.parse().unwrap(),
+        size: RANKS,
+    };
+    let options = shm::ShmOptions {
+        dirs: vec![PathBuf::from(dir)],
+        ..shm::ShmOptions::new("shared-frozen", world, 1 << 16)
+    };
+    let comm = shm::join(&options).unwrap();
+    let mut zero = rank_of(comm.clone());
+    if case == "kill" {
+        // Every process is lost while the weights are mapped.
+        comm.barrier(CommTag::new("mapped", 0)).unwrap();
+        let this = rustix::process::getpid();
+        rustix::process::kill_process(this, rustix::process::Signal::KILL).unwrap();
+    }
+    let value = |id: engine::ParamId, e: usize| (id.index() * 7 + e % 1009) as f32;
+    zero.load(|id, range, out| {
+        out.iter_mut()
+            .zip(range)
+            .for_each(|(o, e)| *o = value(id, e));
+        Ok::<_, std::io::Error>(())
+    })
+    .unwrap();
+    let check = |id: engine::ParamId, weight: &kernels::Tensor| {
+        let values = weight.to_f32_vec()?;
+        assert!(values.iter().enumerate().all(|(e, v)| *v == value(id, e)));
+        Ok::<_, EngineError>(())
+    };
+    zero.visit_weights(check).unwrap();
+    comm.barrier(CommTag::new("read", 0)).unwrap();
+    let all = comm
+        .all_gather_f64(&[proportional_bytes() as f64], CommTag::new("pss", 0))
+        .unwrap();
+    let sum: f64 = all.iter().map(|rank| rank[0]).sum();
+    let base = zero.plan().shared_bytes() as f64;
+    assert_eq!(base, (FROZEN * ELEMS * 4) as f64);
+    assert!(
+        (base..=MOST_COPIES * base).contains(&sum),
+        "{sum} of {base}"
+    );
+}
+
+/// Processes of one machine map the frozen weights once. If all are killed, nothing remains, and the next ones start.
+#[test]
+fn processes_share_one_copy_and_leave_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    for mut rank in spawn("kill", dir.path()) {
+        assert!(!rank.wait().unwrap().success());
+    }
+    assert_eq!(dir.path().read_dir().unwrap().count(), 0);
+    for mut rank in spawn("measure", dir.path()) {
+        assert!(rank.wait().unwrap().success());
+    }
+}
