@@ -480,7 +480,7 @@ mod tests {
         };
         let env = Env::from_lookup(&|_| None).expect("an environment");
         let config = resolve(&args, &env).expect("resolves").config;
-        let model = model(&config).expect("a model");
+        let (model, _) = shapes(&config.draft()).expect("shapes");
         model.spec().elems().1
     }
 
