@@ -1,5 +1,6 @@
 //! A test directory with a model, samples, a home, temporary files, and the launcher running in it.
 
+use engine::checkpoint::{ShardedTensorWriter, TensorSpec};
 use kernels::DType;
 use models::WeightSource;
 use serde_json::{Value, json};
@@ -480,4 +481,20 @@ pub(crate) fn assert_says(screen: &str, words: &[&str]) {
     for word in words {
         assert!(screen.contains(word), "no {word:?} in\n{screen}");
     }
+}
+
+/// Writes the tensors `names` of `source` into `directory`: files of at most `limit` bytes, with an index if several.
+pub(crate) fn write_weights(source: &WeightSource, names: &[&str], directory: &Path, limit: u64) {
+    let spec = |name: &&str| TensorSpec {
+        name: (*name).to_owned(),
+        dtype: source.dtype(name).unwrap(),
+        shape: source.shape(name).unwrap().to_vec(),
+    };
+    let specs: Vec<TensorSpec> = names.iter().map(spec).collect();
+    let mut file = ShardedTensorWriter::create(directory, "model", &specs, &[], limit).unwrap();
+    for spec in &specs {
+        let bytes = source.read(&spec.name, spec.dtype).unwrap();
+        file.write(&spec.name, &bytes).unwrap();
+    }
+    file.finish().unwrap();
 }

@@ -1,7 +1,7 @@
 //! Every way to choose trainable parameters, from the command line to the exported directory.
 
 use crate::generate::run;
-use crate::site::{Outcome, Site, listing, losses, read_json, tensors};
+use crate::site::{Outcome, Site, listing, losses, read_json, tensors, write_weights};
 use models::adapter::{ADAPTER_STEM, Adapter};
 use models::{WeightError, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
@@ -382,27 +382,7 @@ fn an_export_that_would_lose_a_trained_tensor_is_refused() {
         .names()
         .filter(|n| !n.contains("layers.1.self_attn"))
         .collect();
-    let specs: Vec<engine::checkpoint::TensorSpec> = kept
-        .iter()
-        .map(|name| engine::checkpoint::TensorSpec {
-            name: (*name).to_owned(),
-            dtype: source.dtype(name).unwrap(),
-            shape: source.shape(name).unwrap().to_vec(),
-        })
-        .collect();
-    let mut file = engine::checkpoint::ShardedTensorWriter::create(
-        &site.path("other"),
-        "model",
-        &specs,
-        &[],
-        u64::MAX,
-    )
-    .unwrap();
-    for spec in &specs {
-        file.write(&spec.name, &source.read(&spec.name, spec.dtype).unwrap())
-            .unwrap();
-    }
-    file.finish().unwrap();
+    write_weights(&source, &kept, &site.path("other"), u64::MAX);
     let refused = site
         .start_plain("export run/checkpoint-2 --merge --model other --output x")
         .finish();
