@@ -48,7 +48,6 @@ impl RunConfig {
 
     /// A setting that does not work with pipeline stages, why, and what to use.
     fn not_in_stages(&self, under_mpi: bool) -> Option<(Text, Both, Both)> {
-        let without = both("omit --mp-size", "请去掉 --mp-size");
         if self.device == Device::Cuda {
             return Some((
                 Text::literal("--device cuda"),
@@ -60,16 +59,6 @@ impl RunConfig {
                     "--device cpu, or --zero 3 instead of --mp-size",
                     "请使用 --device cpu，或用 --zero 3 代替 --mp-size",
                 ),
-            ));
-        }
-        if self.ranks_here.is_some() {
-            return Some((
-                both("ranks on several machines", "多台机器上的 rank").into(),
-                both(
-                    "the groups of a mesh share memory on one machine",
-                    "网格中的各组在一台机器上共享内存",
-                ),
-                without,
             ));
         }
         if under_mpi {

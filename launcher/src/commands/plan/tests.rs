@@ -362,7 +362,10 @@ fn a_stage_needs_less_memory_than_the_whole_model() {
     let directory = tempfile::tempdir().expect("temp dir");
     write_config(directory.path());
     let plan = |flags: &str| {
-        let config = config(directory.path(), &format!("--zero 0 --precision f32 {flags}"));
+        let config = config(
+            directory.path(),
+            &format!("--zero 0 --precision f32 {flags}"),
+        );
         planned(&config).0
     };
     let whole = plan("--nproc 1");
