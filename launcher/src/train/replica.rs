@@ -175,7 +175,9 @@ impl<'a> Opened<'a> {
             weights,
             adapter,
         } = setup;
-        let counting = gpu_of(config, env.local_rank).and_then(counting_of);
+        // A pipeline stage has several micro-batches alive, whose blocks no static memory plan covers.
+        let counting = gpu_of(config, env.local_rank).filter(|_| config.mp_size == 1);
+        let counting = counting.and_then(counting_of);
         let memory_plans = counting.map(|device| MemoryPlans::new(config, &plan, device));
         let memory_plans = memory_plans.transpose();
         let memory_plans = memory_plans.map_err(|e| {
@@ -207,6 +209,9 @@ impl<'a> Opened<'a> {
                 )
             })?;
         let gpu = gpu_of(config, env.local_rank);
+        if let Some(gpu) = gpu.filter(|_| config.mp_size > 1) {
+            backend.compile_ahead(&kernels_of(config, gpu)?);
+        }
         let mut opened = Self {
             replica: Replica {
                 config,

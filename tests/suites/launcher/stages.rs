@@ -1,5 +1,6 @@
 //! Pipeline stages: the bits of an undivided run, checkpoints for other meshes, and the end of a stage.
 
+use crate::ckpt::done;
 use crate::endings::LONG;
 use crate::generate::{launcher, run};
 use crate::site::{
@@ -95,6 +96,12 @@ fn a_checkpoint_of_stages_loads_on_other_meshes() {
             assert!((ours - theirs).abs() < TRAJECTORY, "{whole:?} {rest:?}");
         }
     }
+    // The state of all stages is divided again without a run.
+    done(&site, "reshard whole/checkpoint-2 --nproc 3 --output cut");
+    site.train(
+        "--nproc 3 --zero 3 --gradient-accumulation-steps 2 --max-steps 4 --output c --resume cut",
+    );
+    assert_eq!(losses(&site.path("c")), losses(&site.path("a")));
 }
 
 #[test]
@@ -147,7 +154,7 @@ fn stages_answer_as_one_rank_does() {
         run(&site, &format!("generate --model model {image} {line}")).stdout
     };
     let evaluate = |line: &str| {
-        let output = "--output rows.json --eval-batch-size 2";
+        let output = "--output rows.json --per-device-eval-batch-size 2";
         run(
             &site,
             &format!("eval --model model --data data/samples.json {output} {line}"),
