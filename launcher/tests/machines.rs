@@ -49,7 +49,12 @@ impl Bench {
 
     /// Machine `number` of two, which starts one rank.
     fn machine(&self, number: usize, flags: &str) -> Command {
-        let mut command = self.command("run", flags);
+        self.machine_of("run", number, flags)
+    }
+
+    /// As [`Bench::machine`], for another run directory.
+    fn machine_of(&self, output: &str, number: usize, flags: &str) -> Command {
+        let mut command = self.command(output, flags);
         command
             .env("NNODES", "2")
             .env("NODE_RANK", number.to_string())
@@ -133,6 +138,27 @@ fn two_machines_have_the_losses_of_one() {
         text.contains("--hostfile and the environment contradict"),
         "{text}"
     );
+}
+
+#[test]
+fn pipeline_stages_on_two_machines_have_the_losses_of_one_rank() {
+    let bench = Bench::new();
+    let steps = "--gradient-accumulation-steps 2 --save-strategy no";
+    for (ranks, undivided) in [("1", "--nproc 1"), ("2", "--nproc 2")] {
+        let run = |command: &mut Command| command.env("NPROC_PER_NODE", ranks).spawn().unwrap();
+        let (alone, divided) = (format!("alone{ranks}"), format!("divided{ranks}"));
+        let line = format!("{undivided} {steps}");
+        let (status, text) = ended(bench.command(&alone, &line).spawn().unwrap());
+        assert_eq!(status, Some(0), "{text}");
+        let line = format!("--mp-size 2 {steps}");
+        let second = run(&mut bench.machine_of(&divided, 1, &line));
+        let (status, text) = ended(run(&mut bench.machine_of(&divided, 0, &line)));
+        assert_eq!(status, Some(0), "{text}");
+        assert!(text.contains("· tcp"), "{text}");
+        let (status, text) = ended(second);
+        assert_eq!(status, Some(0), "{text}");
+        assert_eq!(bench.losses(&divided), bench.losses(&alone));
+    }
 }
 
 #[test]

@@ -296,32 +296,48 @@ fn sharded_adapters_and_frozen_parts_follow_their_trajectories() {
     }
 }
 
-/// Trajectories of each pack on pipeline stages: pairs of mesh and ZeRO stage, each pack with another one first.
+/// Pairs of mesh and ZeRO stage, as (pipeline stages, data-parallel ranks, ZeRO stage).
+const MESHES: [(usize, usize, u8); 5] = [(2, 1, 0), (3, 1, 3), (2, 2, 2), (3, 2, 1), (2, 2, 3)];
+
+/// Trajectories of each pack on pipeline stages: two in one mesh each, or, with TESSERA_EVERY_PACK, all in all.
 #[test]
 fn pipeline_stages_have_the_bits_of_an_undivided_model() {
-    let meshes = [(2, 1, 0), (3, 1, 3), (2, 2, 2), (3, 2, 1), (2, 2, 3)];
+    let every = std::env::var_os("TESSERA_EVERY_PACK").is_some();
     for (turn, dir) in Pack::built_in().into_iter().enumerate() {
         let (pack, processor) = (Pack::read(&dir).unwrap(), open_processor(&dir).unwrap());
         let family = packs_of(pack.family);
+        let samples = pack.cases.iter();
+        let samples = samples.map(|case| family.samples(&pack, case, &*processor).unwrap());
+        let without_images = samples.flatten().find(|sample| sample.slices.is_empty());
         let all = family.trajectories(&pack, &*processor).unwrap();
-        for (kind, mut trajectory) in all.into_iter().take(2).enumerate() {
+        let most = if every { all.len() } else { 2 };
+        for (kind, mut trajectory) in all.into_iter().take(most).enumerate() {
             trajectory.losses.truncate(3);
-            // More micro-batches than stages, the last ones without images where a sample has none.
+            // More micro-batches than stages, the last one without images.
             let own = trajectory.micro_batches.clone();
-            while trajectory.micro_batches.len() < 4 {
+            while trajectory.micro_batches.len() < 3 {
                 trajectory.micro_batches.extend(own.iter().cloned());
             }
-            let (stages, world, stage) = meshes[(turn + 2 * kind) % meshes.len()];
-            let layout = |stages| Layout {
-                world,
-                stages,
-                stage,
-                ..Layout::SINGLE
+            let last = without_images
+                .clone()
+                .map_or_else(|| own[0].clone(), |sample| vec![sample]);
+            trajectory.micro_batches.push(last);
+            let meshes = match every {
+                true => &MESHES[..],
+                false => std::slice::from_ref(&MESHES[(turn + 2 * kind) % MESHES.len()]),
             };
-            let whole = run_trajectory(&pack, &trajectory, layout(1)).unwrap();
-            let divided = run_trajectory(&pack, &trajectory, layout(stages)).unwrap();
-            let name = &trajectory.name;
-            assert!(whole == divided, "{} {name} {stages}", dir.display());
+            for (stages, world, stage) in meshes.iter().copied() {
+                let layout = |stages| Layout {
+                    world,
+                    stages,
+                    stage,
+                    ..Layout::SINGLE
+                };
+                let whole = run_trajectory(&pack, &trajectory, layout(1)).unwrap();
+                let divided = run_trajectory(&pack, &trajectory, layout(stages)).unwrap();
+                let name = &trajectory.name;
+                assert!(whole == divided, "{} {name} {stages}", dir.display());
+            }
         }
     }
 }

@@ -106,6 +106,33 @@ pub struct Group {
     pub ranks: Vec<usize>,
 }
 
+/// The groups that a rank joins: its data group, then both directions of the link with the previous stage, then of that
+/// with the next one. Every rank has its groups in one order of all groups, so no two ranks wait for each other.
+#[must_use]
+pub fn groups(at: Coordinates, regions: Regions) -> Vec<Group> {
+    let Coordinates { data, stage, .. } = at;
+    let mut groups = vec![Group {
+        name: format!("data-{stage}"),
+        world: data,
+        region_bytes: regions.data,
+        ranks: (0..data.size).map(|d| at.rank(d, stage)).collect(),
+    }];
+    for first in stage.saturating_sub(1)..=stage.min(at.stages - 2) {
+        for direction in ["forward", "backward"] {
+            groups.push(Group {
+                name: format!("link-{}-{first}-{direction}", data.rank),
+                world: World {
+                    rank: stage - first,
+                    size: 2,
+                },
+                region_bytes: regions.link,
+                ranks: vec![at.rank(data.rank, first), at.rank(data.rank, first + 1)],
+            });
+        }
+    }
+    groups
+}
+
 /// Value that one pipeline stage sends to its neighbor: an activation, or the gradient of one.
 #[derive(Clone, Debug)]
 pub struct Sent<'a> {
@@ -159,8 +186,7 @@ impl From<Arc<dyn Communicator>> for Mesh {
 }
 
 impl Mesh {
-    /// Joins the groups of this rank. `open` joins one group, and returns after all its ranks have. Every rank joins its
-    /// groups in one order of all groups, so no two ranks wait for each other.
+    /// Joins the groups of this rank ([`groups`]). `open` joins one group, and returns after all its ranks have.
     ///
     /// # Errors
     /// [`CommError::InvalidMesh`] if `stages` does not divide the world, or an error of `open`.
@@ -174,43 +200,28 @@ impl Mesh {
         if stages == 1 {
             return Ok(Self::from(world));
         }
-        let Coordinates { data, stage, .. } = coordinates;
-        let group = Group {
-            name: format!("data-{stage}"),
-            world: data,
-            region_bytes: regions.data,
-            ranks: (0..data.size).map(|d| coordinates.rank(d, stage)).collect(),
+        let groups = groups(coordinates, regions);
+        let mut open = |group: &Group| match group.world.size {
+            1 => Ok(threads::world(1, group.region_bytes)?.remove(0)),
+            _ => open(group),
         };
-        let own = match data.size {
-            1 => threads::world(1, regions.data)?.remove(0),
-            _ => open(&group)?,
-        };
-        let mut link = |first: usize| -> Result<Link, E> {
-            let mut one = |direction: &str| {
-                open(&Group {
-                    name: format!("link-{}-{first}-{direction}", data.rank),
-                    world: World {
-                        rank: stage - first,
-                        size: 2,
-                    },
-                    region_bytes: regions.link,
-                    ranks: vec![
-                        coordinates.rank(data.rank, first),
-                        coordinates.rank(data.rank, first + 1),
-                    ],
-                })
-            };
-            Ok(Link {
-                forward: one("forward")?,
-                backward: one("backward")?,
+        let data = open(&groups[0])?;
+        let mut links = groups[1..].chunks(2).map(|directions| {
+            Ok::<_, E>(Link {
+                forward: open(&directions[0])?,
+                backward: open(&directions[1])?,
             })
+        });
+        let mut link = |exists: bool| match exists {
+            true => links.next().transpose(),
+            false => Ok(None),
         };
-        let previous = (stage > 0).then(|| link(stage - 1)).transpose()?;
-        let next = (!coordinates.is_last()).then(|| link(stage)).transpose()?;
+        let previous = link(coordinates.stage > 0)?;
+        let next = link(!coordinates.is_last())?;
         Ok(Self {
             coordinates,
             world,
-            data: own,
+            data,
             previous,
             next,
         })

@@ -23,6 +23,9 @@ pub struct AskedRanks {
     /// Ranks, which share the weights; 1 by default
     #[arg(long, value_name = "N")]
     pub nproc: Option<usize>,
+    /// Pipeline stages that divide the layers, one rank each; 1 by default, whatever MP_SIZE is
+    #[arg(long, value_name = "M")]
+    pub mp_size: Option<usize>,
     /// Compare the GPUs with the CPU before the weights are read
     #[arg(long, value_enum)]
     pub verify_gpu: Option<VerifyGpu>,

@@ -29,17 +29,9 @@ use crate::report::{self, PlanFile};
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
 
 /// Devices of the run that `args` describe.
-fn choose(args: &Args, env: &Env, devices: &dyn Devices) -> Result<Chosen, Failure> {
+fn choose(args: &Args, devices: &dyn Devices) -> Result<Chosen, Failure> {
     let choice = args.device.unwrap_or(DEVICE);
-    let chosen = device::choose(choice, devices, &Variables::read())?;
-    let stages = args.mp_size.or(env.mp_size).unwrap_or(1);
-    Ok(match choice {
-        DeviceChoice::Auto if stages > 1 => chosen.without_gpus(text!(
-            "auto: --mp-size {stages} does not run on GPUs yet",
-            "auto：--mp-size {stages} 尚不能在 GPU 上运行"
-        )),
-        _ => chosen,
-    })
+    device::choose(choice, devices, &Variables::read())
 }
 
 /// Shows which settings come from configuration files, and warnings about them.
@@ -69,7 +61,7 @@ pub(super) fn run_supervisor(
     mut notes: Vec<Note>,
 ) -> Result<ExitCode, Failure> {
     let started = Instant::now();
-    let chosen = choose(args, env, hooks.devices)?;
+    let chosen = choose(args, hooks.devices)?;
     let resolved = resolve_on(args, env, &chosen).map_err(|failure| loaded.place(failure))?;
     notes.extend(loaded.notes.iter().cloned());
     notes.extend(resolved.notes);
@@ -544,7 +536,7 @@ fn rank_run(
     if let Some(job_dir) = &rank.job_dir {
         return Ok((RunPlan::load_from(&config_file(job_dir))?, None));
     }
-    let asked = resolve_on(args, env, &choose(args, env, hooks.devices)?)?.config;
+    let asked = resolve_on(args, env, &choose(args, hooks.devices)?)?.config;
     let asked = resume::continued(asked, args);
     let mut asked = settle_one_by_one(&asked)?;
     if rank.can_plan_again() {

@@ -1,6 +1,6 @@
 //! Transport of collectives between the GPUs of a run.
 
-use crate::lang::{Text, both, text};
+use crate::lang::{Both, Text, both, text};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -35,6 +35,11 @@ impl Collectives {
     }
 }
 
+const IN_STAGES: Both = both(
+    "pipeline stages (--mp-size) exchange through host memory",
+    "流水线段（--mp-size）通过主机内存交换数据",
+);
+
 impl RunConfig {
     /// Transport that the collectives use. `Auto` is resolved: `Ipc` if all GPUs have peer access to each other,
     /// otherwise `Shm`.
@@ -65,6 +70,9 @@ impl RunConfig {
     pub(crate) fn missing_peer_access(&self) -> Option<Text> {
         if self.world_size < 2 {
             return Some(both("there is one rank", "只有一个 rank").into());
+        }
+        if self.mp_size > 1 {
+            return Some(IN_STAGES.into());
         }
         if self.ranks_here() < self.world_size {
             return Some(
@@ -106,6 +114,8 @@ impl RunConfig {
             )
         } else if asked == Collectives::Ipc && self.world_size > 1 {
             self.missing_peer_access()
+        } else if self.mp_size > 1 {
+            Some(IN_STAGES.into())
         } else if asked == Collectives::Nccl && self.shard_group.is_some() {
             Some(
                 both(

@@ -27,7 +27,8 @@ impl RunConfig {
     pub(crate) fn updates_in_forward(&self) -> bool {
         match self.optimizer_in_forward {
             OptimizerInForward::Auto => {
-                self.device == Device::Cuda && self.not_in_forward().is_none()
+                let is_undivided = self.device == Device::Cuda && self.mp_size == 1;
+                is_undivided && self.not_in_forward().is_none()
             }
             OptimizerInForward::On => true,
             OptimizerInForward::Off => false,

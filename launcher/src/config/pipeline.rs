@@ -1,6 +1,6 @@
 //! Pipeline stages: what a run with them cannot do.
 
-use super::{Device, OptimizerInBackward, RunConfig};
+use super::{OptimizerInBackward, RunConfig};
 use crate::error::Failure;
 use crate::lang::{Both, Text, both, text};
 
@@ -48,30 +48,6 @@ impl RunConfig {
 
     /// A setting that does not work with pipeline stages, why, and what to use.
     fn not_in_stages(&self, under_mpi: bool) -> Option<(Text, Both, Both)> {
-        let without = both("omit --mp-size", "请去掉 --mp-size");
-        if self.device == Device::Cuda {
-            return Some((
-                Text::literal("--device cuda"),
-                both(
-                    "activations cross the boundaries of stages in host memory; copies from and to GPUs are not built yet",
-                    "激活经由主机内存跨越各段的边界；尚未实现与 GPU 之间的拷贝",
-                ),
-                both(
-                    "--device cpu, or --zero 3 instead of --mp-size",
-                    "请使用 --device cpu，或用 --zero 3 代替 --mp-size",
-                ),
-            ));
-        }
-        if self.ranks_here.is_some() {
-            return Some((
-                both("ranks on several machines", "多台机器上的 rank").into(),
-                both(
-                    "the groups of a mesh share memory on one machine",
-                    "网格中的各组在一台机器上共享内存",
-                ),
-                without,
-            ));
-        }
         if under_mpi {
             return Some((
                 both("ranks that mpirun starts", "由 mpirun 启动的 rank").into(),

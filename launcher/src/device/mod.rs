@@ -122,17 +122,6 @@ impl Chosen {
         }
     }
 
-    /// The CPU for the given reason, if GPUs were chosen.
-    pub(crate) fn without_gpus(self, reason: Text) -> Self {
-        match self.device {
-            Device::Cpu => self,
-            Device::Cuda => Self {
-                reason: Some(reason),
-                ..Self::cpu()
-            },
-        }
-    }
-
     /// GPUs that are described and need not exist on this machine.
     pub(crate) fn described(gpus: Vec<RunGpu>) -> Self {
         Self {

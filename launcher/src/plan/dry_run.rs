@@ -54,23 +54,16 @@ pub(crate) fn dry_run(
     work: &Work<'_>,
 ) -> Result<RankMemory, Failure> {
     let failed = |e: ModelError| failures::model(both("plan memory", "计划内存"), &e);
-    if plan.stages() > 1 {
-        return of_stages(config, model, plan, work).map_err(failed);
-    }
-    let count = |devices: Option<[Arc<dyn Backend>; 2]>| -> Result<RankMemory, Failure> {
-        let mut run = Run::new(config, model, plan, work, devices).map_err(failed)?;
-        run.all().map_err(failed)?;
-        Ok(run.memory())
-    };
     // Scratch memory depends on the number of multiprocessors. The kind of GPU that needs most counts.
+    let kinds = device::counting(config).len();
     let mut most: Option<RankMemory> = None;
-    // Two meta devices per kind of GPU. One records the blocks of a micro-batch, the other gives them the planned
-    // offsets.
-    for devices in device::counting(config)
-        .into_iter()
-        .zip(device::counting(config))
-    {
-        let memory = count(Some(devices.into()))?;
+    for kind in 0..kinds.max(1) {
+        let device = || device::counting(config).into_iter().nth(kind);
+        let memory = match plan.stages() {
+            1 => alone(config, model, plan, work, &device),
+            _ => of_stages(config, model, plan, work, &device),
+        };
+        let memory = memory.map_err(failed)?;
         if most
             .as_ref()
             .is_none_or(|m| memory.peak.device > m.peak.device)
@@ -78,7 +71,23 @@ pub(crate) fn dry_run(
             most = Some(memory);
         }
     }
-    most.map_or_else(|| count(None), Ok)
+    Ok(most.unwrap_or_default())
+}
+
+/// Meta device of one kind of GPU; `None` on the CPU.
+type Counting<'a> = dyn Fn() -> Option<Arc<dyn Backend>> + 'a;
+
+/// Peak memory of a rank that has all units.
+fn alone(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    plan: &Arc<Plan>,
+    work: &Work<'_>,
+    device: &Counting<'_>,
+) -> Result<RankMemory, ModelError> {
+    let mut run = Run::new(config, model, plan, work, device)?;
+    run.all()?;
+    Ok(run.memory())
 }
 
 /// Bytes of one rank's region of the communicator's window. In stage 3, ranks whose GPUs exchange directly use it
@@ -116,6 +125,13 @@ pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Fail
     let Some(counting) = device::counting_of(gpu) else {
         return Ok(KernelList::default());
     };
+    // The kernels of a pipeline stage are among those of the whole model.
+    let run = &run.with_config(RunConfig {
+        world_size: run.data_ranks(),
+        mp_size: 1,
+        mp_split: None,
+        ..run.config().clone()
+    });
     let (model, plan) = shapes(run)?;
     let (dir, batch) = (run.model_dir(), &run.batch);
     let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
@@ -181,17 +197,22 @@ fn of_stages(
     model: &dyn VisionLanguageModel,
     plan: &Arc<Plan>,
     work: &Work<'_>,
+    device: &Counting<'_>,
 ) -> Result<RankMemory, ModelError> {
     let (mut memories, mut boundaries) = (Vec::new(), Vec::<u64>::new());
     let mut transfers = Vec::new();
     for stage in 0..plan.stages() {
         let plan = plan.at_stage(stage).map_err(EngineError::from)?;
         let plan = Arc::new(plan);
-        let mut run = Run::new(config, model, &plan, work, None)?;
+        let mut run = Run::new(config, model, &plan, work, device)?;
         run.stage = Some(StageRun::new(stage, &plan, transfers));
         run.all()?;
         let next = run.stage.take().map(StageRun::sent).unwrap_or_default();
         let mut memory = run.memory();
+        if device().is_some() {
+            // Blocks of a stage have no planned offsets, and may pack less densely.
+            memory.peak.device += memory.peak.device / memory_plans::MARGIN_SHARE;
+        }
         let sent = next.iter().map(Transfer::bytes).max().unwrap_or(0);
         // A rank has a region for each direction of its two links.
         let links = 2 * (boundaries.last().copied().unwrap_or(0) + sent);
@@ -253,13 +274,14 @@ impl<'a> Run<'a> {
         model: &'a dyn VisionLanguageModel,
         plan: &'a Arc<Plan>,
         work: &'a Work<'a>,
-        devices: Option<[Arc<dyn Backend>; 2]>,
+        device: &Counting<'_>,
     ) -> Result<Self, ModelError> {
         let rule = Arc::new(rule(config));
         let mut memory_plan = None;
-        let dry_run = match devices {
-            Some([device, other]) => {
-                if config.task != Task::Answer {
+        // A second meta device records the blocks of a micro-batch, and the first gives them the planned offsets.
+        let dry_run = match device().zip(device()) {
+            Some((device, other)) => {
+                if config.task != Task::Answer && plan.stages() == 1 {
                     let mut memory_plans = MemoryPlans::new(config, plan, other)?;
                     memory_plan = Some(memory_plans.of(config, model, work.train)?);
                 }

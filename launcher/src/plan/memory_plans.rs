@@ -19,7 +19,7 @@ use std::sync::Arc;
 const KEPT: usize = 32;
 /// Divisor of a plan's bytes for the margin. Micro-batches no larger than the planned one may pack less densely. Of
 /// 360 random ones at published sizes the worst needed 2.6 % more.
-const MARGIN_SHARE: u64 = 32;
+pub(super) const MARGIN_SHARE: u64 = 32;
 
 /// Bytes reserved in addition to a memory plan, for micro-batches that pack less densely.
 pub(crate) fn margin(memory_plan: &MemoryPlan) -> u64 {

@@ -13,7 +13,7 @@ use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
-use crate::launch::rendezvous::{self, Met};
+use crate::launch::rendezvous::{self, Addresses, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
@@ -151,13 +151,14 @@ impl<'a> Opened<'a> {
         let plan = own_plan(config, env, setup.plan(config)?)?;
         let collectives = Collectives::new();
         let started = Instant::now();
-        let met = meet(config, env, &plan, devices, stop, &collectives)?;
+        let mut met = meet(config, env, &plan, devices, stop, &collectives)?;
         if config.device == Device::Cuda && env.can_plan_again() {
             let found = rendezvous::ranks_per_gpu(config, env.local_rank, &*met.comm)?;
             if let Some(ranks) = found {
                 return Err(NotOpened::SharesGpu(ranks));
             }
         }
+        let addresses = std::mem::take(&mut met.addresses);
         let (comm, run_token) = announced(met, env, started, &reporter);
         let env = &RankEnv {
             run_token,
@@ -166,21 +167,17 @@ impl<'a> Opened<'a> {
         let faults = Faults::of(config, env.rank);
         let deadline = Duration::from_secs(config.comm_timeout_seconds);
         let comm = faults.link(comm, deadline);
-        let mesh = match config.mp_size {
-            1 => Mesh::from(comm.clone()),
-            _ => {
-                let noted = |comm| faults.link(collectives.of(comm), deadline);
-                let regions = regions(config, &plan)?;
-                rendezvous::join_stages(config, env, comm.clone(), regions, stop, noted)?
-            }
-        };
+        let noted = |comm| faults.link(collectives.of(comm), deadline);
+        let mesh = mesh(config, env, &plan, (comm.clone(), addresses), stop, noted)?;
         let Setup {
             model,
             processor,
             weights,
             adapter,
         } = setup;
-        let counting = gpu_of(config, env.local_rank).and_then(counting_of);
+        // A pipeline stage has several micro-batches alive, whose blocks no static memory plan covers.
+        let counting = gpu_of(config, env.local_rank).filter(|_| config.mp_size == 1);
+        let counting = counting.and_then(counting_of);
         let memory_plans = counting.map(|device| MemoryPlans::new(config, &plan, device));
         let memory_plans = memory_plans.transpose();
         let memory_plans = memory_plans.map_err(|e| {
@@ -212,6 +209,9 @@ impl<'a> Opened<'a> {
                 )
             })?;
         let gpu = gpu_of(config, env.local_rank);
+        if let Some(gpu) = gpu.filter(|_| config.mp_size > 1) {
+            backend.compile_ahead(&kernels_of(config, gpu)?);
+        }
         let mut opened = Self {
             replica: Replica {
                 config,
@@ -302,11 +302,19 @@ impl<'a> Replica<'a> {
         devices: &dyn Devices,
         setup: &Setup,
     ) -> Result<Self, NotOpened> {
-        let plan = Arc::new(setup.plan(config)?);
-        let comm = meet(config, env, &plan, devices, stop, &Collectives::new())?.comm;
+        let plan = own_plan(config, env, setup.plan(config)?)?;
+        let met = meet(config, env, &plan, devices, stop, &Collectives::new())?;
+        let (comm, addresses) = (met.comm, met.addresses);
         let reporter = Reporter::for_rank(env);
         let model = setup.model.clone();
-        let mesh = Mesh::from(comm.clone());
+        let mesh = mesh(
+            config,
+            env,
+            &plan,
+            (comm.clone(), addresses),
+            stop,
+            |comm| comm,
+        )?;
         let States { backend, zero, .. } =
             States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
         if let Some(gpu) = gpu_of(config, env.local_rank) {
@@ -491,6 +499,24 @@ fn own_plan(
     };
     let plan = plan.map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))?;
     Ok(Arc::new(plan))
+}
+
+/// The mesh of this rank, whose ranks `comm` connects. `noted` wraps the communicators of pipeline stages.
+fn mesh(
+    config: &RunPlan,
+    env: &RankEnv,
+    plan: &Arc<engine::Plan>,
+    (comm, addresses): (Arc<dyn Communicator>, Addresses),
+    stop: &StopFlag,
+    noted: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
+) -> Result<Mesh, Failure> {
+    match config.mp_size {
+        1 => Ok(Mesh::from(comm)),
+        _ => {
+            let regions = regions(config, plan)?;
+            rendezvous::join_stages(config, env, (comm, addresses), regions, stop, noted)
+        }
+    }
 }
 
 /// Bytes of this rank's regions in the windows of its data group and of its links. A link's has space for every value that

@@ -708,9 +708,6 @@ impl<'a> Trainer<'a> {
         if !packed.is_null() {
             meta[quantize::PACKED] = packed;
         }
-        if config.mp_size > 1 {
-            meta["mp_size"] = json!(config.mp_size);
-        }
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);
         meta[resume::RESUMED_ANYWAY] = json!(config.found().resumed_anyway);

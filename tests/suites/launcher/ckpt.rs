@@ -37,7 +37,7 @@ fn ckpt(site: &Site, line: &str) -> Answer {
     }
 }
 
-fn done(site: &Site, line: &str) -> String {
+pub(crate) fn done(site: &Site, line: &str) -> String {
     let answer = ckpt(site, line);
     assert_eq!(answer.code, Some(0), "{line}\n{}", answer.stderr);
     answer.stdout

@@ -1,6 +1,8 @@
 //! Pipeline stages: the bits of an undivided run, checkpoints for other meshes, and the end of a stage.
 
+use crate::ckpt::done;
 use crate::endings::LONG;
+use crate::generate::{launcher, run};
 use crate::site::{
     Site, assert_nothing_left, assert_says, log_rows, losses, ranks, read_json, signal,
 };
@@ -94,18 +96,24 @@ fn a_checkpoint_of_stages_loads_on_other_meshes() {
             assert!((ours - theirs).abs() < TRAJECTORY, "{whole:?} {rest:?}");
         }
     }
+    // The state of all stages is divided again without a run.
+    done(&site, "reshard whole/checkpoint-2 --nproc 3 --output cut");
+    site.train(
+        "--nproc 3 --zero 3 --gradient-accumulation-steps 2 --max-steps 4 --output c --resume cut",
+    );
+    assert_eq!(losses(&site.path("c")), losses(&site.path("a")));
 }
 
 #[test]
 fn a_killed_stage_ends_the_run_with_one_report() {
     let site = Site::new();
-    let mut run = site.start(&format!("{LONG} --nproc 3 --mp-size 3"));
-    run.wait_for_step();
+    let mut job = site.start(&format!("{LONG} --nproc 3 --mp-size 3"));
+    job.wait_for_step();
     let token = site.token();
     let (victim, rank) = ranks(&token)[1];
     let killed = Instant::now();
     signal(victim, "KILL");
-    let outcome = run.finish();
+    let outcome = job.finish();
     assert!(killed.elapsed() < STOP_LIMIT, "{:?}", killed.elapsed());
     assert_eq!(outcome.code, Some(12), "{}", outcome.screen);
     let named = format!("rank {rank} was killed");
@@ -136,4 +144,31 @@ fn divisions_that_do_not_exist_are_refused() {
         let screen = site.refuse(line, 2, "E09");
         assert_says(&screen, &[words]);
     }
+}
+
+#[test]
+fn stages_answer_as_one_rank_does() {
+    let site = Site::new();
+    let generate = |line: &str| {
+        let image = "--image data/image_wide.png --max-new-tokens 6 --prompt Why?";
+        run(&site, &format!("generate --model model {image} {line}")).stdout
+    };
+    let evaluate = |line: &str| {
+        let output = "--output rows.json --per-device-eval-batch-size 2";
+        run(
+            &site,
+            &format!("eval --model model --data data/samples.json {output} {line}"),
+        );
+        let mut result = read_json(&site.path("rows.json"));
+        let result = result.as_object_mut().unwrap();
+        result.retain(|key, _| ["eval_loss", "exact_match", "samples"].contains(&&**key));
+        serde_json::to_string(result).unwrap()
+    };
+    assert_eq!(generate("--mp-size 2"), generate(""));
+    assert_eq!(evaluate("--mp-size 2 --nproc 4"), evaluate(""));
+    // The environment's MP_SIZE is for training.
+    let words = "generate --model model --prompt Why? --max-new-tokens 1";
+    let mut command = launcher(&site);
+    command.args(words.split(' ')).env("MP_SIZE", "2");
+    assert!(command.output().unwrap().status.success());
 }

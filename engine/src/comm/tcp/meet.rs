@@ -133,7 +133,7 @@ fn open(options: &TcpOptions) -> Result<TcpListener, MeetError> {
     })
 }
 
-fn listen(ip: IpAddr, port: u16) -> io::Result<TcpListener> {
+pub(super) fn listen(ip: IpAddr, port: u16) -> io::Result<TcpListener> {
     let listener = TcpListener::bind((ip, port))?;
     listener.set_nonblocking(true)?;
     Ok(listener)

@@ -7,6 +7,7 @@
 
 mod frame;
 mod greetings;
+mod groups;
 mod handshake;
 mod meet;
 mod secret;
@@ -15,6 +16,7 @@ mod wire;
 #[cfg(test)]
 pub(super) mod tests;
 
+pub use groups::Groups;
 pub use secret::{MIN_SECRET_BYTES, Secret};
 
 use super::mirror::Remote;
@@ -161,20 +163,30 @@ pub fn join(options: &TcpOptions) -> Result<Arc<dyn Communicator>, MeetError> {
     join_at(options, None)
 }
 
+/// As [`join`]. Also returns the address at which this rank reaches each rank; `None` for itself.
+///
+/// # Errors
+/// As [`join`].
+pub fn join_world(
+    options: &TcpOptions,
+) -> Result<(Arc<dyn Communicator>, Vec<Option<IpAddr>>), MeetError> {
+    join_with(options, None, options.deadline)
+}
+
 /// As [`join`], where rank 0 may pass a `listener` that is already open.
 pub(super) fn join_at(
     options: &TcpOptions,
     listener: Option<TcpListener>,
 ) -> Result<Arc<dyn Communicator>, MeetError> {
-    join_with(options, listener, options.deadline)
+    Ok(join_with(options, listener, options.deadline)?.0)
 }
 
-/// As [`join_at`], with `deadline` as the limit of each later wait.
+/// As [`join_world`], with `deadline` as the limit of each later wait.
 fn join_with(
     options: &TcpOptions,
     listener: Option<TcpListener>,
     deadline: Duration,
-) -> Result<Arc<dyn Communicator>, MeetError> {
+) -> Result<(Arc<dyn Communicator>, Vec<Option<IpAddr>>), MeetError> {
     options.world.check()?;
     let until = Instant::now() + options.deadline;
     let links = meet::meet(options, listener, until).map_err(|error| {
@@ -184,17 +196,22 @@ fn join_with(
             false => error,
         }
     })?;
+    let address = |link: &wire::Link| link.stream.peer_addr().ok().map(|addr| addr.ip());
+    let addresses = links.iter().map(|link| link.as_ref().and_then(address));
+    let addresses = addresses.collect();
     let window = super::threads::window(options.world.size, options.region_bytes)?;
     let remote = (options.world.size > 1).then(|| {
         let wires = wire::Wires::new(links, deadline);
         Remote::new(options.world, Box::new(wires))
     });
-    super::mirror::member(window, options.world, deadline, remote).map_err(|source| {
-        MeetError::Broken {
-            from: "this machine's own network".to_owned(),
-            source,
-        }
-    })
+    let comm =
+        super::mirror::member(window, options.world, deadline, remote).map_err(|source| {
+            MeetError::Broken {
+                from: "this machine's own network".to_owned(),
+                source,
+            }
+        })?;
+    Ok((comm, addresses))
 }
 
 /// Reads a peer's message of the rendezvous. For [`crate::fuzzing`].

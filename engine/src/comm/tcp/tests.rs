@@ -1,7 +1,8 @@
 //! Tests of the rendezvous: success, and each kind of failure.
 
 use super::handshake::{Identity, answer};
-use super::{MeetError, Secret, TcpOptions, join, join_at};
+use super::{Groups, MeetError, Secret, TcpOptions, join, join_at};
+use crate::comm::mesh::{Coordinates, Mesh, Neighbor, Regions, groups};
 use crate::comm::{CommError, Communicator, Tag, World};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -68,6 +69,39 @@ fn meet(size: usize, change: impl Fn(&mut TcpOptions) -> bool) -> Vec<Option<Joi
     })
 }
 
+#[test]
+fn groups_of_a_world_have_connections_of_their_own() {
+    let (listener, port) = listener();
+    let mut listener = Some(listener);
+    let regions = Regions {
+        data: 1 << 16,
+        link: 1 << 16,
+    };
+    let work = |options: TcpOptions, listener: Option<TcpListener>| {
+        let (world, addresses) = super::join_with(&options, listener, PATIENCE).unwrap();
+        let at = Coordinates::of(options.world, 2).unwrap();
+        let all = groups(at, regions);
+        let mut groups = Groups::announce(&options, addresses, &*world, &all).unwrap();
+        let mesh = Mesh::join(world, 2, regions, |group| groups.join(group)).unwrap();
+        let gathered = mesh
+            .data()
+            .all_gather_f64(&[at.stage as f64], Tag::new("data", 0));
+        assert_eq!(gathered.unwrap(), vec![vec![at.stage as f64]; 2]);
+        match at.is_last() {
+            true => mesh.receive(Neighbor::Previous, |_| Ok::<_, CommError>(())),
+            false => mesh.send(Neighbor::Next, &[]),
+        }
+        .unwrap();
+        mesh.world().barrier(Tag::new("end", 0)).unwrap();
+    };
+    std::thread::scope(|scope| {
+        for rank in 0..4 {
+            let listener = listener.take();
+            scope.spawn(move || work(options(rank, 4, port), listener));
+        }
+    });
+}
+
 /// A world of threads with connections, for the conformance cases.
 pub(in crate::comm) fn worlds(
     size: usize,
@@ -84,7 +118,7 @@ pub(in crate::comm) fn worlds(
                 // The deadlines of the cases begin after the rendezvous.
                 options.deadline = PATIENCE;
                 let listener = listener.take().filter(|_| rank == 0);
-                scope.spawn(move || super::join_with(&options, listener, deadline).unwrap())
+                scope.spawn(move || super::join_with(&options, listener, deadline).unwrap().0)
             })
             .collect();
         let joined = handles.into_iter().map(|handle| handle.join().unwrap());

@@ -177,7 +177,11 @@ fn answer(
         sampling,
         stop_ids: replica.processor.stop_ids(),
     };
-    let prompts = if rank.rank == 0 { vec![prompt] } else { vec![] };
+    let prompts = if replica.data().rank == 0 {
+        vec![prompt]
+    } else {
+        vec![]
+    };
     let text_of = |tokens: &[i32]| {
         let text = replica.processor.decode(tokens);
         text.map_err(|e| refuse(&SampleError::from(e)))

@@ -228,6 +228,8 @@ fn rows(
         .filter_map(|bytes| serde_json::from_slice::<Vec<Answer>>(bytes).ok());
     let mut answers: Vec<Answer> = answers.flatten().collect();
     answers.sort_by_key(|answer| answer.index);
+    // Pipeline stages have the same answers.
+    answers.dedup_by_key(|answer| answer.index);
     let rows = answers.into_iter().map(|answer| {
         let (loss_sum, supervised) = losses[answer.index];
         Row {

@@ -128,7 +128,9 @@ impl<'a> Asking<'a> {
         let args = Args {
             device: flags.device,
             offload: flags.offload.clone(),
-            nproc: Some(flags.nproc.unwrap_or(1)),
+            nproc: Some(flags.nproc.or(flags.mp_size).unwrap_or(1)),
+            // MP_SIZE is for training: one rank answers without it.
+            mp_size: Some(flags.mp_size.unwrap_or(1)),
             verify_gpu: flags.verify_gpu,
             image_max_pixels: flags.image_max_pixels,
             image_min_pixels: flags.image_min_pixels,

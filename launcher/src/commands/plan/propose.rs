@@ -6,7 +6,7 @@
 
 use super::planner::Planner;
 use crate::cli::PlanArgs;
-use crate::config::{Device, RunConfig};
+use crate::config::RunConfig;
 use crate::error::Failure;
 use crate::lang::{both, text};
 use crate::model::setup::{shapes, unit_costs};
@@ -230,13 +230,6 @@ pub(super) fn as_text(config: &RunConfig, candidates: &[Candidate], args: &PlanA
         "{} · {rates}\n{change:<66}{device:>12}{compute:>10}{transfer:>10}{step:>10}  {fits}\n",
         config.name(),
     );
-    if config.device == Device::Cuda {
-        let line = both(
-            "pipeline stages do not run on GPUs yet and are left out",
-            "流水线段尚不能在 GPU 上运行，因此未列出",
-        );
-        text += &format!("{line}\n");
-    }
     for candidate in candidates {
         let verdict = match candidate.planned.fit.fits() {
             true => both("yes", "是"),

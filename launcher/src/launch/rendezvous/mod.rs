@@ -7,14 +7,15 @@ mod port;
 mod token;
 
 use crate::lang::{Text, both, text};
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use engine::Plan;
-use engine::comm::mesh::{Group, Mesh, Regions};
+use engine::comm::mesh::{self, Coordinates, Group, Mesh, Regions};
 use engine::comm::shm::{self, ShmOptions};
-use engine::comm::tcp::{self, TcpOptions};
+use engine::comm::tcp::{self, MeetError, TcpOptions};
 use engine::comm::{CommError, Communicator, Tag, World, threads};
 
 use crate::config::RunPlan;
@@ -36,9 +37,14 @@ pub(crate) struct Met {
     pub(crate) token: String,
     /// Name of the transport, for output.
     pub(crate) transport: &'static str,
+    /// Addresses of the ranks over TCP, from which groups of them join.
+    pub(crate) addresses: Addresses,
     /// Warnings about harmless differences between ranks, equal on every rank.
     pub(crate) warnings: Vec<Text>,
 }
+
+/// Address at which this rank reaches each rank over TCP; `None` for itself. Empty with another transport.
+pub(crate) type Addresses = Vec<Option<IpAddr>>;
 
 /// Joins the other ranks of `env`. Each rank contributes `region` bytes of the window. All ranks must run the same
 /// plan, with libraries and devices that give the same results. `noted` wraps the communicator before its first
@@ -55,7 +61,7 @@ pub(crate) fn join(
     stop: &StopFlag,
     noted: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<Met, Failure> {
-    let (comm, transport) = connect(config, env, plan, region, stop, noted)?;
+    let (comm, transport, addresses) = connect(config, env, plan, region, stop, noted)?;
     let warnings = match env.world_size {
         1 => Vec::new(),
         _ => machine::compare(&Machine::of(config, env, devices), &*comm)?,
@@ -68,6 +74,7 @@ pub(crate) fn join(
         comm,
         token,
         transport,
+        addresses,
         warnings,
     })
 }
@@ -79,7 +86,7 @@ fn connect(
     region: usize,
     stop: &StopFlag,
     noted: impl FnOnce(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
-) -> Result<(Arc<dyn Communicator>, &'static str), Failure> {
+) -> Result<(Arc<dyn Communicator>, &'static str, Addresses), Failure> {
     let world = World {
         rank: env.rank,
         size: env.world_size,
@@ -88,17 +95,20 @@ fn connect(
     let facts = facts(config, plan);
     if world.size == 1 {
         let mut alone = threads::world(1, region).map_err(|e| comm_failure(&e))?;
-        return Ok((noted(alone.remove(0)), "one process"));
+        return Ok((noted(alone.remove(0)), "one process", Vec::new()));
     }
     #[cfg(feature = "mpi")]
     if env.is_under_mpi() {
         let comm = noted(over_mpi(env, world, region, deadline)?);
         compare(&facts, &*comm)?;
-        return Ok((comm, "MPI"));
+        return Ok((comm, "MPI", Vec::new()));
     }
     if env.has_peers_elsewhere() {
-        let comm = noted(over_tcp(env, world, region, deadline, facts, stop)?);
-        return Ok((comm, "tcp"));
+        let options = tcp_options(env, world, region, deadline, stop)?;
+        let options = TcpOptions { facts, ..options };
+        let joined = tcp::join_world(&options);
+        let (comm, addresses) = joined.map_err(|e| failures::rendezvous(&e, env, &options))?;
+        return Ok((noted(comm), "tcp", addresses));
     }
     let name = format!("tessera-window-{}", env.run_token);
     let mut options = ShmOptions::new(name, world, region);
@@ -106,30 +116,43 @@ fn connect(
     options.stop = stop.shared();
     let comm = noted(shm::join(&options).map_err(|e| comm_failure(&e))?);
     compare(&facts, &*comm)?;
-    Ok((comm, "shared memory"))
+    Ok((comm, "shared memory", Vec::new()))
 }
 
-/// Joins the groups of a mesh of pipeline stages, each of which shares memory on this machine. `noted` wraps each
-/// communicator before its first collective.
+/// Joins the groups of a mesh of pipeline stages: over TCP if `addresses` are known, else through shared memory. `noted`
+/// wraps each communicator before its first collective.
 ///
 /// # Errors
 /// Ranks are missing (exit 13), or shared memory is (exit 16).
 pub(crate) fn join_stages(
     config: &RunPlan,
     env: &RankEnv,
-    world: Arc<dyn Communicator>,
+    (world, addresses): (Arc<dyn Communicator>, Addresses),
     regions: Regions,
     stop: &StopFlag,
     noted: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<Mesh, Failure> {
-    let open = |group: &Group| {
-        let name = format!("tessera-window-{}-{}", env.run_token, group.name);
-        let mut options = ShmOptions::new(name, group.world, group.region_bytes);
-        options.deadline = Duration::from_secs(config.comm_timeout_seconds);
-        options.stop = stop.shared();
-        shm::join(&options).map(&noted)
+    let deadline = Duration::from_secs(config.comm_timeout_seconds);
+    if addresses.is_empty() {
+        let open = |group: &Group| {
+            let name = format!("tessera-window-{}-{}", env.run_token, group.name);
+            let mut options = ShmOptions::new(name, group.world, group.region_bytes);
+            options.deadline = deadline;
+            options.stop = stop.shared();
+            shm::join(&options).map(&noted)
+        };
+        return Mesh::join(world, config.mp_size, regions, open)
+            .map_err(|e: CommError| comm_failure(&e));
+    }
+    let options = tcp_options(env, world.world(), 0, deadline, stop)?;
+    let join = || -> Result<Mesh, MeetError> {
+        let at = Coordinates::of(world.world(), config.mp_size)?;
+        let groups = mesh::groups(at, regions);
+        let mut groups = tcp::Groups::announce(&options, addresses, &*world, &groups)?;
+        let open = |group: &Group| groups.join(group).map(&noted);
+        Mesh::join(world.clone(), config.mp_size, regions, open)
     };
-    Mesh::join(world, config.mp_size, regions, open).map_err(|e: CommError| comm_failure(&e))
+    join().map_err(|error| failures::rendezvous(&error, env, &options))
 }
 
 /// Unique token for the job's files, equal on all ranks. Ranks of the supervisor use its token, whose directories it
@@ -200,14 +223,14 @@ fn add_settings(path: &str, value: &Value, facts: &mut Vec<(String, String)>) {
     facts.push((path.to_owned(), text));
 }
 
-fn over_tcp(
+/// Options of a rendezvous over TCP, without facts.
+fn tcp_options(
     env: &RankEnv,
     world: World,
     region_bytes: usize,
     deadline: Duration,
-    facts: Vec<(String, String)>,
     stop: &StopFlag,
-) -> Result<Arc<dyn Communicator>, Failure> {
+) -> Result<TcpOptions, Failure> {
     let addr = env.master.addr.clone().ok_or_else(|| {
         Failure::new(
             ErrorCode::Rendezvous,
@@ -217,18 +240,17 @@ fn over_tcp(
         .evidence(text!("this is rank {} of {} on {}", "本 rank 为 {}，共 {} 个，位于 {}", env.rank, env.world_size, host_name()))
         .next(both("set MASTER_ADDR on every machine to a name or address of the first one, and MASTER_PORT to a free port of that machine", "请在每台机器上把 MASTER_ADDR 设为第一台机器的名称或地址，把 MASTER_PORT 设为该机器的空闲端口"))
     })?;
-    let options = TcpOptions {
+    Ok(TcpOptions {
         world,
         region_bytes,
         deadline,
         port: env.master.port.unwrap_or(DEFAULT_PORT),
         secret: token::secret(&env.token)?,
-        facts,
+        facts: Vec::new(),
         host: host_name(),
         addr,
         stop: stop.shared(),
-    };
-    tcp::join(&options).map_err(|error| failures::rendezvous(&error, env, &options))
+    })
 }
 
 /// Communicator over the MPI that started this rank. Its numbering must match the rank's environment variables.

@@ -58,7 +58,8 @@ tests! {
         a_refused_ipc_falls_back_to_host_memory
         ranks_that_see_one_gpu_find_out_whether_they_share_it
         machines_with_different_libraries_are_named
-        two_ranks_on_one_gpu_have_the_results_of_one_rank;
+        two_ranks_on_one_gpu_have_the_results_of_one_rank
+        pipeline_stages_have_the_bits_of_one_gpu;
     answers:
         answers_agree_with_the_cpu;
     verify:

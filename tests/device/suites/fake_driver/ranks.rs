@@ -251,3 +251,36 @@ pub(crate) fn machines_with_different_libraries_are_named() {
     assert!(!begins, "{}", first.1);
     assert_eq!(site.losses("out").len(), 1);
 }
+
+/// Two GPUs with half of the layers each have the losses and weights of one GPU, and no more memory than planned: the
+/// plan takes all micro-batches that a stage has alive for the largest one.
+/// Activations cross the boundary in host memory, also where the GPUs could read each other's.
+pub(crate) fn pipeline_stages_have_the_bits_of_one_gpu() {
+    let site = Site::with_model();
+    let line = "--precision bf16 --max-steps 2 --device cuda --gradient-accumulation-steps 3 --save-strategy steps \
+                --save-steps 2 --eval-strategy no";
+    site.train(&[], &format!("{line} --nproc 1 --output whole"));
+    let screen = site.train(
+        &[],
+        &format!("{line} --nproc 2 --mp-size 2 --output divided"),
+    );
+    says(
+        &screen,
+        &[
+            "between ranks: shm",
+            "pipeline stages",
+            "cross each boundary",
+        ],
+    );
+    let used = |run: &str| {
+        let rows = site.rows(run);
+        let used = rows
+            .iter()
+            .filter_map(|row| row["bytes"]["device"].as_u64());
+        used.max().unwrap()
+    };
+    assert!(used("divided") < used("whole"));
+    assert!(used("divided") <= site.planned_peak("divided"));
+    assert_eq!(site.losses("divided"), site.losses("whole"));
+    assert!(site.weights("divided", 2) == site.weights("whole", 2));
+}
