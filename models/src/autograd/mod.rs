@@ -11,6 +11,7 @@ mod resident;
 mod scope;
 mod sweep;
 mod tape;
+mod tiles;
 mod var;
 
 pub use dropout::{Dropout, Rows};
@@ -25,3 +26,5 @@ pub(crate) use sweep::{Grad, Sweep};
 pub(crate) mod gradcheck;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tile_tests;

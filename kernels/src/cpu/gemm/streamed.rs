@@ -2,7 +2,7 @@
 
 use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
 use super::pack::pack;
-use super::{Product, STRETCH, stretches, whole_lines};
+use super::{Depth, Product, STRETCH, stretches, whole_lines};
 use crate::cpu::matrix::narrow;
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
@@ -29,9 +29,9 @@ fn scratch(m: usize, deepest: usize, out: DType) -> usize {
     panel(deepest) + sums
 }
 
-pub(super) fn space(m: usize, n: usize, depths: &[usize], out: DType) -> usize {
-    let depth: usize = depths.iter().sum();
-    let deepest = depths.iter().copied().max().unwrap_or(0);
+pub(super) fn space(m: usize, n: usize, depths: &[Depth], out: DType) -> usize {
+    let depth: usize = depths.iter().map(|depth| depth.k).sum();
+    let deepest = depths.iter().map(|depth| depth.k).max().unwrap_or(0);
     let (_, tasks) = tasks(m.max(1), n, depth);
     left_space(m, depth) + parallel::slots(tasks) * scratch(m, deepest, out)
 }
@@ -49,7 +49,7 @@ fn left_space(m: usize, depth: usize) -> usize {
 fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
     for p in products {
         let height = p.a.rows.next_multiple_of(ROW_STEP);
-        for (first, depth) in stretches(p.a.cols) {
+        for (first, depth) in stretches(p.a.cols, p.depth().stretch()) {
             let part = p.a.part(0, first, p.a.rows, depth);
             pack(kernel.level, kernel.rows, part, &mut out[first * height..]);
         }
@@ -76,7 +76,7 @@ unsafe fn column(
     for p in products {
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
-        for (at, depth) in stretches(k) {
+        for (at, depth) in stretches(k, p.depth().stretch()) {
             let part = p.b.part(at, col, depth, cols).transposed();
             pack(kernel.level, kernel.cols, part, space);
             let place = TileIo::new(to, stride, start, first, col);
