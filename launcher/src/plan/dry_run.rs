@@ -125,7 +125,7 @@ pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Fail
                 index: 0,
                 max_new_tokens: 2,
             };
-            return answer(&*model, &dry_run, &sample, &[prompt]);
+            return answer(run, &*model, &dry_run, &sample, &[prompt]);
         }
         micro_batch(run, &*model, &dry_run, &sample, &mut || (), &mut || ())?;
         Ok(dry_run.take_step()?)
@@ -157,7 +157,8 @@ pub(crate) fn micro_batch(
     begun();
     let batch = model.collate(&samples, backend)?;
     let keep = |unit| keeps(config, model, unit);
-    let mut tape = Tape::training(&**dry_run).with_stored(&keep);
+    let tape = Tape::training(&**dry_run).with_stored(&keep);
+    let mut tape = tape.with_mlp_tiles(config.mlp_tile_tokens);
     let keys = vec![0; samples.len()];
     if let Some(state) = dropout(config, &keys, &samples, backend)? {
         tape = tape.with_dropout(state);
@@ -174,6 +175,7 @@ pub(crate) fn micro_batch(
 /// # Errors
 /// A sample does not fit the model.
 fn answer(
+    config: &RunConfig,
     model: &dyn VisionLanguageModel,
     dry_run: &DryRun,
     samples: &[EncodedSample],
@@ -183,7 +185,9 @@ fn answer(
         let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
         dry_run.begin_pass(PassKind::Infer);
         let batch = model.collate(&samples, &**dry_run.backend())?;
-        drop(model.forward(&Tape::inference(&**dry_run), &batch)?);
+        let tape = Tape::inference(&**dry_run).with_mlp_tiles(config.mlp_tile_tokens);
+        drop(model.forward(&tape, &batch)?);
+        drop(tape);
         drop(batch);
         dry_run.end_pass()?;
     }
@@ -289,6 +293,7 @@ impl<'a> Run<'a> {
             return Ok(());
         };
         answer(
+            self.config,
             self.model,
             &self.dry_run,
             held_out.longest,

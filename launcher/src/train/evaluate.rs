@@ -112,6 +112,7 @@ fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, u
     let run = || -> Result<_, ModelError> {
         let batch = replica.model.collate(samples, &*replica.backend)?;
         let tape = Tape::inference(&replica.zero);
+        let tape = tape.with_mlp_tiles(replica.config.mlp_tile_tokens);
         let loss = replica.model.forward(&tape, &batch)?;
         Ok((loss.sum()?, loss.supervised))
     };

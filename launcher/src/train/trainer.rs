@@ -342,6 +342,7 @@ impl<'a> Trainer<'a> {
             let collated = model.collate(&inputs, &**backend)?;
             let keep = |unit| keeps(config, &**model, unit);
             let tape = Tape::training(&*zero).with_stored(&keep);
+            let tape = tape.with_mlp_tiles(config.mlp_tile_tokens);
             let mut tape = tape.with_loss_factor(factor);
             if let Some(state) = dropout(config, &batch.keys, &inputs, &**backend)? {
                 tape = tape.with_dropout(state);
