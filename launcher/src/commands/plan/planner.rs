@@ -1,7 +1,7 @@
 //! Planner for configurations that differ in flags, with the user's samples or an artificial one.
 
 use crate::cli::PlanArgs;
-use crate::config::{Found, RunConfig, RunPlan};
+use crate::config::{Found, RunConfig, RunPlan, Strategy};
 use crate::data::check::{fill, largest};
 use crate::data::{SampleSet, Sampler};
 use crate::error::failures::unusable;
@@ -39,6 +39,8 @@ pub(super) struct Planner {
     machine: Machine,
     samples: Option<Samples>,
     weights: Option<WeightSource>,
+    /// Whether the artificial sample is also evaluated.
+    evaluates: bool,
 }
 
 impl Planner {
@@ -69,6 +71,7 @@ impl Planner {
             machine: machine(args),
             samples,
             weights,
+            evaluates: args.run.eval_strategy != Some(Strategy::No),
         })
     }
 
@@ -107,7 +110,7 @@ impl Planner {
             let plan = Arc::new(plan);
             let (memory, eval_batch) = match &self.samples {
                 Some(samples) => Self::of_samples(run, &*model, &plan, samples)?,
-                None => (Self::made_up(run, &*model, &plan)?, run.batch.eval_batch),
+                None => (self.made_up(run, &*model, &plan)?, run.batch.eval_batch),
             };
             Ok(Counted {
                 plan,
@@ -157,6 +160,7 @@ impl Planner {
     /// Computes the memory of one rank by a dry run. Every sample of the batch is an artificial one of the maximum
     /// length and image size.
     fn made_up(
+        &self,
         config: &RunPlan,
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
@@ -178,7 +182,7 @@ impl Planner {
         };
         let work = Work {
             train: &train,
-            held_out: Some(HeldOut {
+            held_out: self.evaluates.then(|| HeldOut {
                 longest: &train[..1],
                 prompts: vec![prompt],
             }),
