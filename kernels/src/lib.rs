@@ -81,7 +81,8 @@ pub use adapted::{
 };
 pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart, Transpose,
+    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
+    Transpose,
 };
 pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};

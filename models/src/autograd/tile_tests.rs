@@ -11,9 +11,9 @@ use kernels::{Backend, DType, Gelu, IGNORED_LABEL, MetaBackend, Tensor};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// Tokens of the tests: three stretches of 208 and less on the CPU, so tiles of 208, 416 and all rows.
-const TOKENS: usize = 600;
-const TILES: [usize; 5] = [1, 3, 7, 300, 599];
+/// Tokens of the tests: four stretches of 256 and less on the CPU, so tiles of 256, 512 and all rows.
+const TOKENS: usize = 964;
+const TILES: [usize; 5] = [1, 3, 7, 300, 963];
 const WIDTH: usize = 12;
 const INNER: usize = 20;
 const RANK: usize = 3;

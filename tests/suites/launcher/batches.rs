@@ -99,12 +99,18 @@ fn recompute_groups_of_layers_do_not_change_the_bits() {
 fn tiles_of_feed_forward_layers_do_not_change_the_bits() {
     let lora = "--lora-rank 2 --lora-dropout 0.5";
     for (pack, flags) in [
-        ("minicpm-v-2_6", "--nproc 2 --zero 3 --checkpoint-num-layers 2"),
+        (
+            "minicpm-v-2_6",
+            "--nproc 2 --zero 3 --checkpoint-num-layers 2",
+        ),
         ("minicpm-v-4_5", &*format!("{lora} --quantize nf4")),
         ("glm-4v-9b", "--precision bf16"),
         ("glm-4.1v-9b-thinking", lora),
         ("cogvlm-chat-hf", "--checkpoint-activations none"),
-        ("cogvlm2-llama3-chat-19B", &*format!("{lora} --precision bf16")),
+        (
+            "cogvlm2-llama3-chat-19B",
+            &*format!("{lora} --precision bf16"),
+        ),
     ] {
         let site = Site::with_family(pack);
         let long = site.samples().into_iter().map(|mut sample| {
@@ -120,7 +126,11 @@ fn tiles_of_feed_forward_layers_do_not_change_the_bits() {
             losses(&site.path(name))
         };
         let whole = train("whole", "");
-        assert_eq!(train("tiles", "--mlp-tile-tokens 7"), whole, "{pack} {flags}");
+        assert_eq!(
+            train("tiles", "--mlp-tile-tokens 7"),
+            whole,
+            "{pack} {flags}"
+        );
         // On the CPU a tile has at most 256 rows.
         let rows = log_rows(&site.path("tiles"));
         let tokens = rows.last().unwrap()["total_tokens"].as_u64().unwrap();

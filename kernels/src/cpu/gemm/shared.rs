@@ -134,7 +134,8 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
     let depths = || {
         products.iter().enumerate().flat_map(|(summand, p)| {
             let k = p.a.cols;
-            ranges(k, run_length(p.depth().stretch())).map(move |r| (summand, r, r.first + r.len == k))
+            ranges(k, run_length(p.depth().stretch()))
+                .map(move |r| (summand, r, r.first + r.len == k))
         })
     };
     let mut all: Vec<Run> = Vec::new();

@@ -1,6 +1,9 @@
 //! Tests of every kernel's bits against the definition of a product, element by element.
 
-use super::{Depth, Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, part_step, stretch, stretches, workspace};
+use super::{
+    Depth, Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, part_step, stretch, stretches,
+    workspace,
+};
 use crate::cpu::matrix::{Floats, narrow};
 use crate::cpu::simd::{Level, level};
 use crate::{DType, Float};
@@ -199,7 +202,10 @@ fn products_larger_than_one_packed_part_have_the_bits_of_the_definition() {
     let mut seed = 7;
     let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
     for dtype in [DType::F32, DType::BF16] {
-        let (left, right) = (left.matrix(dtype, m, k, false), right.matrix(dtype, k, n, true));
+        let (left, right) = (
+            left.matrix(dtype, m, k, false),
+            right.matrix(dtype, k, n, true),
+        );
         let product = Product::new(left, right, 0.5);
         let before = vec![0.0; m * n];
         for level in levels().into_iter().filter(|l| *l > Level::Portable) {
@@ -233,9 +239,18 @@ fn parts_of_a_sum_have_the_bits_of_the_whole() {
     let mut seed = 11;
     for (m, n, k) in [(5, 70, 600), (50, 70, 600), (30, 20, 2500)] {
         let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
-        let (a, b) = (left.matrix(DType::BF16, m, k, true), right.matrix(DType::F32, k, n, false));
+        let (a, b) = (
+            left.matrix(DType::BF16, m, k, true),
+            right.matrix(DType::F32, k, n, false),
+        );
         let before = vec![0.0; m * n];
-        let want = bits::<f32>((level(), 2), &[Product::new(a, b, 0.3)], None, &before, false);
+        let want = bits::<f32>(
+            (level(), 2),
+            &[Product::new(a, b, 0.3)],
+            None,
+            &before,
+            false,
+        );
         for tile in [1, 2, 3].map(|steps| steps * part_step(k)) {
             let mut sum = before.clone();
             for first in (0..k).step_by(tile) {
