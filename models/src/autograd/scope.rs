@@ -102,9 +102,9 @@ impl<'s> Scope<'s> {
     }
 
     /// A scope under the same lease that records nothing.
-    pub(super) fn plain(&self) -> Scope<'s> {
+    pub(super) fn plain(&self) -> Self {
         let (observers, dropout) = (Observers::default(), self.dropout);
-        Scope::new(
+        Self::new(
             self.access,
             self.lease,
             observers,
