@@ -2,7 +2,7 @@
 //! implementation. The reference computes one layer after the other. It defines the results, and serves devices
 //! without a kernel for several layers.
 
-use crate::backend::{DropoutArgs, MatmulArgs, Transpose};
+use crate::backend::{DropoutArgs, MatmulArgs, SumPart, Transpose};
 use crate::check;
 use crate::error::{Result, shape_error};
 use crate::grouped::partition;
@@ -105,6 +105,10 @@ pub struct AdaptedLinearGradArgs<'a> {
 /// Gradients of one adapter's matrices A `[r, k]` and B `[n, r]`, in this order, as f32.
 pub type AdapterGrads = [Tensor; 2];
 
+/// Gradients of the adapters of all projections: the outer index is the projection, the inner index the row group.
+/// `None` for a layer without an adapter.
+pub type AdapterSums = Vec<Vec<Option<AdapterGrads>>>;
+
 /// Results of [`Backend::adapted_linear_backward`]: gradients of the input and of the adapters. The base
 /// weights are frozen.
 #[derive(Debug)]
@@ -114,9 +118,8 @@ pub struct AdaptedLinearGrads {
     /// first, with rounding after each addition. With dropout, the parts of base layer and adapter are also
     /// rounded before they are added.
     pub dx: Option<Tensor>,
-    /// Gradients of the adapters: the outer index is the projection, the inner index the row group. `None`
-    /// for a layer without an adapter.
-    pub adapters: Vec<Vec<Option<AdapterGrads>>>,
+    /// Gradients of the adapters.
+    pub adapters: AdapterSums,
 }
 
 /// Operands of one layer with an adapter.
@@ -279,6 +282,20 @@ pub(crate) trait AdaptedRows: Backend {
     }
 }
 
+/// Devices that continue the sums of a layer's gradients over parts of the rows.
+pub(crate) trait AdaptedParts: AdaptedRows {
+    /// As [`AdaptedRows::layer_backward`] for a part of the rows. The adapter's gradients are added to `sum`, which the
+    /// previous part returned; `None` for the first.
+    fn layer_backward_part(
+        &self,
+        args: &LoraArgs<'_>,
+        dy: &Tensor,
+        need_dx: bool,
+        sum: Option<AdapterGrads>,
+        part: SumPart,
+    ) -> Result<LoraGrads>;
+}
+
 /// Reference implementation of [`Backend::adapted_linear`], one projection after the other.
 pub(crate) fn forward<B: AdaptedRows + ?Sized>(
     on: &B,
@@ -335,6 +352,64 @@ pub(crate) fn backward<B: AdaptedRows + ?Sized>(
     }
     adapters.reverse();
     Ok(AdaptedLinearGrads { dx, adapters })
+}
+
+/// Implementation of [`Backend::adapted_linear_backward_part`] one projection after the other, as [`backward`].
+pub(crate) fn backward_part<B: AdaptedParts + ?Sized>(
+    on: &B,
+    args: &AdaptedLinearGradArgs<'_>,
+    mut sums: AdapterSums,
+    part: SumPart,
+) -> Result<AdaptedLinearGrads> {
+    const OP: &str = "adapted_linear_backward_part";
+    let AdaptedLinearArgs {
+        x,
+        row_groups,
+        projections,
+    } = args.forward;
+    if row_groups.is_some() {
+        return shape_error(OP, "row groups".to_owned());
+    }
+    let mut dx: Option<Tensor> = None;
+    let mut adapters = Vec::with_capacity(projections.len());
+    for (layers, dy) in projections.iter().zip(args.dy).rev() {
+        let sum = sums.pop().and_then(|mut own| own.pop()).flatten();
+        let (own, grads) = match layers[0].adapted(x) {
+            Some(adapted) => {
+                let grads = on.layer_backward_part(&adapted, dy, args.need_dx, sum, part)?;
+                (grads.dx, Some([grads.d_lora_a, grads.d_lora_b]))
+            }
+            None => rows_backward(on, &layers[0], [x, dy], None, args.need_dx)?,
+        };
+        dx = match (dx, own) {
+            (Some(sum), Some(own)) => Some(on.add(&sum, &own)?),
+            (sum, own) => sum.or(own),
+        };
+        adapters.push(vec![grads]);
+    }
+    adapters.reverse();
+    Ok(AdaptedLinearGrads { dx, adapters })
+}
+
+/// `grads` with `sums`, if there are any, added to those of the adapters.
+pub(crate) fn plus<B: Backend + ?Sized>(
+    on: &B,
+    grads: AdaptedLinearGrads,
+    sums: AdapterSums,
+) -> Result<AdaptedLinearGrads> {
+    let mut sums = sums.into_iter().flatten();
+    let mut added = |own: Option<AdapterGrads>| match (sums.next().flatten(), own) {
+        (Some([a, b]), Some([own_a, own_b])) => {
+            Ok(Some([on.add(&a, &own_a)?, on.add(&b, &own_b)?]))
+        }
+        (_, own) => Ok(own),
+    };
+    let adapters = grads.adapters.into_iter();
+    let adapters = adapters.map(|own| own.into_iter().map(&mut added).collect());
+    Ok(AdaptedLinearGrads {
+        dx: grads.dx,
+        adapters: adapters.collect::<Result<_>>()?,
+    })
 }
 
 /// Forward of a layer on rows `x`. `words` are their row words for dropout, if `x` is a subset of the rows.

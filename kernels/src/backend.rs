@@ -9,7 +9,9 @@
 //! - Gradients of activations have the dtype of the activation.
 //! - Results depend on shapes and values only, never on the number of threads.
 
-use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
+use crate::adapted::{
+    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads, AdapterSums,
+};
 use crate::error::Result;
 use crate::grouped::{self, GroupedMatmulArgs};
 use crate::packed::Packing;
@@ -71,6 +73,15 @@ pub struct MatmulArgs<'a> {
     pub bias: Option<&'a Tensor>,
     /// Dtype that the result `[m, n]` is stored in.
     pub out: DType,
+}
+
+/// A part of a sum over rows, for sums that are computed in parts: from the first row to the last, each row in one part.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SumPart {
+    /// Number of the part's first row. All parts but the last have a multiple of [`Backend::part_step`] rows.
+    pub first: usize,
+    /// Number of rows of all parts.
+    pub total: usize,
 }
 
 /// Operands of [`Backend::dropout`]: input, probability, and what determines the random numbers.
@@ -330,6 +341,41 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
+    /// Number of rows of which each part of a sum over `total` rows has a multiple, the last part excepted. On the CPU
+    /// sums in such parts have the bits of the sum over all rows. On GPUs they may differ in the last bits.
+    fn part_step(&self, _total: usize) -> usize {
+        1
+    }
+
+    /// Adds a part of a matrix product whose sum runs over rows: `sum + op(a) @ op(b)` in f32, where `k` is the part's
+    /// rows. `sum` is the result for the previous part, `None` for the first.
+    ///
+    /// # Errors
+    /// As [`Backend::matmul`], or when the part does not continue `sum`.
+    fn matmul_part(
+        &self,
+        args: MatmulArgs<'_>,
+        sum: Option<Tensor>,
+        _part: SumPart,
+    ) -> Result<Tensor> {
+        let own = self.matmul(MatmulArgs {
+            out: DType::F32,
+            ..args
+        })?;
+        sum.map_or(Ok(own.clone()), |sum| self.add(&sum, &own))
+    }
+
+    /// Adds a part of the column sums of a matrix, `x [m, n]` with `m` of its rows. `sum` is the result for the previous
+    /// part, `None` for the first. The result for the last part is that of [`Backend::column_sum`], `[n]`; earlier ones
+    /// may have another shape.
+    ///
+    /// # Errors
+    /// As [`Backend::column_sum`], or when the part does not continue `sum`.
+    fn column_sum_part(&self, x: &Tensor, sum: Option<Tensor>, _part: SumPart) -> Result<Tensor> {
+        let own = self.column_sum(x)?;
+        sum.map_or(Ok(own.clone()), |sum| self.add(&sum, &own))
+    }
+
     /// Row numbers (i32) by group: rows that are not `second`, and those that are, each in order. The device computes
     /// both lists; the host knows their lengths and does not wait.
     ///
@@ -390,6 +436,21 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         &self,
         args: AdaptedLinearGradArgs<'_>,
     ) -> Result<AdaptedLinearGrads>;
+
+    /// As [`Backend::adapted_linear_backward`] for a part of the rows, without row groups. The gradients of the adapters
+    /// are added to `sums`, those of the previous part; empty for the first.
+    ///
+    /// # Errors
+    /// As [`Backend::adapted_linear_backward`], or when the part does not continue `sums`.
+    fn adapted_linear_backward_part(
+        &self,
+        args: AdaptedLinearGradArgs<'_>,
+        sums: AdapterSums,
+        _part: SumPart,
+    ) -> Result<AdaptedLinearGrads> {
+        let own = self.adapted_linear_backward(args)?;
+        adapted::plus(self, own, sums)
+    }
 
     /// Layer norm over the last axis: `(x - mean) / sqrt(var + eps) * weight + bias`, with statistics in f32.
     ///

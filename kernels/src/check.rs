@@ -1,7 +1,7 @@
 //! Checks of operands and shapes of results, shared by all devices so that they cannot disagree.
 
 use crate::adapted::{AdaptedLayer, LoraArgs};
-use crate::backend::{AttentionArgs, DropoutArgs, MatmulArgs, Transpose};
+use crate::backend::{AttentionArgs, DropoutArgs, MatmulArgs, SumPart, Transpose};
 use crate::error::{KernelError, Result, shape_error};
 use crate::grouped::GroupedMatmulArgs;
 use crate::packed::Packing;
@@ -143,6 +143,25 @@ fn folded(x: &Tensor, transpose: Transpose) -> (usize, usize) {
     match transpose {
         Transpose::No => (rows, cols),
         Transpose::Yes => (cols, rows),
+    }
+}
+
+/// Checks that a part of `rows` rows is inside the whole sum, and that `sum` exists exactly after the first part.
+pub(crate) fn part(
+    op: &'static str,
+    SumPart { first, total }: SumPart,
+    rows: usize,
+    step: usize,
+    has_sum: bool,
+) -> Result<()> {
+    let end = first + rows;
+    let whole = first.is_multiple_of(step) && (end == total || rows.is_multiple_of(step));
+    match whole && end <= total && has_sum == (first > 0) {
+        true => Ok(()),
+        false => shape_error(
+            op,
+            format!("rows {first}..{end} of {total} in steps of {step}, sum: {has_sum}"),
+        ),
     }
 }
 

@@ -77,11 +77,12 @@ pub mod verify;
 
 pub use adapted::{
     AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,
-    AdapterArgs, AdapterDropout, AdapterGrads,
+    AdapterArgs, AdapterDropout, AdapterGrads, AdapterSums,
 };
 pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, Transpose,
+    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
+    Transpose,
 };
 pub use cpu::CpuBackend;
 pub use dtype::{DType, Element, Float};

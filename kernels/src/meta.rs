@@ -1,12 +1,12 @@
 //! The meta device: shapes, dtypes and bytes only, as PyTorch's `meta` device.
 
 use crate::adapted::{
-    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads, AdaptedRows,
-    LoraArgs, LoraGrads,
+    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,
+    AdaptedParts, AdaptedRows, AdapterGrads, AdapterSums, LoraArgs, LoraGrads,
 };
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
 };
 use crate::check;
 use crate::cpu::workspace;
@@ -99,16 +99,35 @@ impl AdaptedRows for MetaBackend {
         Ok(out)
     }
 
-    fn layer_backward(
+    fn layer_backward(&self, args: &LoraArgs<'_>, dy: &Tensor, need_dx: bool) -> Result<LoraGrads> {
+        let (first, total) = (0, check::lora(args)?.t);
+        self.layer_backward_part(args, dy, need_dx, None, SumPart { first, total })
+    }
+}
+
+impl AdaptedParts for MetaBackend {
+    fn layer_backward_part(
         &self,
         args: &LoraArgs<'_>,
         _dy: &Tensor,
         need_dx: bool,
+        sum: Option<AdapterGrads>,
+        part: SumPart,
     ) -> Result<LoraGrads> {
+        const OP: &str = "adapted_linear_backward_part";
         let sizes = check::lora(args)?;
+        let step = workspace::part_step(part.total);
+        check::part(OP, part, sizes.t, step, sum.is_some())?;
+        let new = || -> Result<AdapterGrads> {
+            Ok([
+                self.gradient([sizes.r, sizes.k])?,
+                self.gradient([sizes.n, sizes.r])?,
+            ])
+        };
+        let [d_lora_a, d_lora_b] = sum.map_or_else(new, Ok)?;
         let grads = LoraGrads {
-            d_lora_a: self.gradient([sizes.r, sizes.k])?,
-            d_lora_b: self.gradient([sizes.n, sizes.r])?,
+            d_lora_a,
+            d_lora_b,
             dx: if need_dx {
                 Some(self.like(args.x)?)
             } else {
@@ -117,7 +136,7 @@ impl AdaptedRows for MetaBackend {
         };
         // The adapter's dropped input, and its gradient in the same place.
         let seen = self.seen(args)?;
-        self.touch(workspace::lora_backward(args, need_dx, sizes))?;
+        self.touch(workspace::lora_backward(args, need_dx, sizes, part.total))?;
         drop(seen);
         Ok(grads)
     }
@@ -190,6 +209,37 @@ impl Backend for MetaBackend {
         Ok(out)
     }
 
+    fn part_step(&self, total: usize) -> usize {
+        workspace::part_step(total)
+    }
+
+    fn matmul_part(
+        &self,
+        args: MatmulArgs<'_>,
+        sum: Option<Tensor>,
+        part: SumPart,
+    ) -> Result<Tensor> {
+        let sizes = check::matmul(&args)?;
+        let step = self.part_step(part.total);
+        check::part("matmul_part", part, sizes.k, step, sum.is_some())?;
+        let out = || self.output([sizes.m, sizes.n], DType::F32);
+        let out = sum.map_or_else(out, Ok)?;
+        self.touch(workspace::matmul_part(sizes, part.total))?;
+        Ok(out)
+    }
+
+    fn column_sum_part(&self, x: &Tensor, sum: Option<Tensor>, part: SumPart) -> Result<Tensor> {
+        const OP: &str = "column_sum_part";
+        check::float(OP, x)?;
+        let (m, n) = (x.shape().rows(), x.shape().last());
+        check::part(OP, part, m, self.part_step(part.total), sum.is_some())?;
+        let state = sum.map_or_else(|| self.gradient([2, n]), Ok)?;
+        match part.first + m == part.total {
+            true => state.narrow(0, 1)?.reshape([n]),
+            false => Ok(state),
+        }
+    }
+
     fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear> {
         adapted::check("adapted_linear", &args)?;
         adapted::forward(self, &args)
@@ -201,6 +251,16 @@ impl Backend for MetaBackend {
     ) -> Result<AdaptedLinearGrads> {
         adapted::check_backward("adapted_linear_backward", &args)?;
         adapted::backward(self, &args)
+    }
+
+    fn adapted_linear_backward_part(
+        &self,
+        args: AdaptedLinearGradArgs<'_>,
+        sums: AdapterSums,
+        part: SumPart,
+    ) -> Result<AdaptedLinearGrads> {
+        adapted::check_backward("adapted_linear_backward_part", &args)?;
+        adapted::backward_part(self, &args, sums, part)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, _eps: f32) -> Result<Tensor> {

@@ -44,6 +44,11 @@ pub enum ModelError {
         /// The segment's unit.
         unit: UnitId,
     },
+    /// An operation inside a tile of rows has parameters whose gradients cannot be continued over tiles.
+    #[error(
+        "an operation in tiles of rows sums over rows for other gradients than those of linear layers"
+    )]
+    NotInTiles,
     /// The gradient of per-token losses is not one factor for all tokens, as it must be.
     #[error("{op}: the gradient of the losses must be one factor for all rows")]
     LossGradient {

@@ -14,6 +14,7 @@ use engine::{BoundaryTensor, ParamAccess, PassKind, PipelineStage, UnitId};
 use kernels::{DType, Shape, Tag, Tensor};
 use std::cell::OnceCell;
 use std::collections::VecDeque;
+use std::num::NonZeroUsize;
 
 /// Collated micro-batch of an optimizer step.
 #[derive(Debug)]
@@ -44,6 +45,8 @@ pub struct Schedule1F1B<'a> {
     pub factor: f32,
     /// Number of micro-batches.
     pub micro_batches: usize,
+    /// Rows of the tiles of feed-forward layers ([`Tape::with_mlp_tiles`]).
+    pub mlp_tiles: Option<NonZeroUsize>,
 }
 
 impl std::fmt::Debug for Schedule1F1B<'_> {
@@ -69,9 +72,9 @@ impl Schedule1F1B<'_> {
         micro_batches.min(stages - stage)
     }
 
-    /// Runs the micro-batches of a step on `stage`. `next` returns the micro-batches in order. Returns for each the sum of its token losses
-    /// and its number of supervised tokens, both 0 on all stages but the last. `at` is called after each pass with the
-    /// index of its micro-batch.
+    /// Runs the micro-batches of a step on `stage`. `next` returns the micro-batches in order. Returns for each the sum of
+    /// its token losses and its number of supervised tokens, both 0 on all stages but the last. `at` is called after each
+    /// pass with the index of its micro-batch.
     ///
     /// # Errors
     /// When the engine, the device, a transfer or `next` fails.
@@ -117,6 +120,7 @@ impl Schedule1F1B<'_> {
         let mut tape = Tape::training(stage)
             .with_stored(self.stored)
             .with_loss_factor(self.factor)
+            .with_mlp_tiles(self.mlp_tiles)
             .with_received(receive(stage)?);
         if let Some(dropout) = dropout {
             tape = tape.with_dropout(dropout);
@@ -195,7 +199,7 @@ fn passed(values: &[Var]) -> Vec<BoundaryTensor> {
 }
 
 /// Forward pass of a batch without backward. The caller begins and ends the pass. Only the last stage has a loss; the rows
-/// of the others are empty.
+/// of the others are empty. `mlp_tiles` are the rows of the tiles of feed-forward layers.
 ///
 /// # Errors
 /// When the engine, the device or a transfer fails.
@@ -203,8 +207,11 @@ pub fn forward<S: PipelineStage>(
     model: &dyn VisionLanguageModel,
     stage: &S,
     batch: &Batch,
+    mlp_tiles: Option<NonZeroUsize>,
 ) -> Result<Loss> {
-    let tape = Tape::inference(stage).with_received(receive(stage)?);
+    let tape = Tape::inference(stage)
+        .with_mlp_tiles(mlp_tiles)
+        .with_received(receive(stage)?);
     let loss = model.forward(&tape, batch)?;
     send(stage, &tape)?;
     Ok(loss)

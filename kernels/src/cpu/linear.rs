@@ -1,15 +1,15 @@
 //! Linear layers: matrix product, bias gradient, LoRA adapters.
 
-use super::gemm::{Out, Product, multiply, workspace};
+use super::gemm::{Depth, Out, Product, multiply, part_step, workspace};
 use super::matrix::{Floats, Matrix, widen};
 use super::parallel::workers;
 use super::pointwise::{Store, drop_into};
 use super::simd::multiversion;
 use super::{CpuBackend, Space, floats};
-use crate::adapted::{AdaptedRows, LoraArgs, LoraGrads};
-use crate::backend::{MatmulArgs, Transpose};
+use crate::adapted::{AdaptedParts, AdaptedRows, AdapterGrads, LoraArgs, LoraGrads};
+use crate::backend::{MatmulArgs, SumPart, Transpose};
 use crate::check::{self, LoraSizes, Sizes};
-use crate::error::Result;
+use crate::error::{Result, shape_error};
 use crate::pool::Tag;
 use crate::{DType, Float, Tensor, TensorMut};
 use rayon::prelude::*;
@@ -25,7 +25,7 @@ fn oriented(x: &Tensor, transpose: Transpose) -> Matrix<'_> {
 }
 
 fn product<'a>(a: Matrix<'a>, b: Matrix<'a>, factor: f32) -> Product<'a> {
-    Product { a, b, factor }
+    Product::new(a, b, factor)
 }
 
 /// Elements of an output tensor of this dtype, for writing by a matrix product.
@@ -46,6 +46,11 @@ pub(crate) fn matmul_space(args: &MatmulArgs<'_>, Sizes { m, n, k }: Sizes) -> u
     bias + workspace(m, n, &[k], args.out)
 }
 
+/// Elements of workspace of a product as a part of a sum over `whole` rows.
+pub(crate) fn matmul_part_space(Sizes { m, n, k }: Sizes, whole: usize) -> usize {
+    workspace(m, n, &[Depth { k, whole }], DType::F32)
+}
+
 pub(crate) fn lora_space(args: &LoraArgs<'_>, s: LoraSizes) -> usize {
     let LoraSizes { t, n, k, r } = s;
     let bias = args.bias.map_or(0, |_| n);
@@ -54,9 +59,16 @@ pub(crate) fn lora_space(args: &LoraArgs<'_>, s: LoraSizes) -> usize {
     t * r + bias + down.max(up)
 }
 
-pub(crate) fn lora_backward_space(args: &LoraArgs<'_>, need_dx: bool, s: LoraSizes) -> usize {
+/// Elements of workspace of the gradients of a layer for a part of `whole` rows.
+pub(crate) fn lora_backward_space(
+    args: &LoraArgs<'_>,
+    need_dx: bool,
+    s: LoraSizes,
+    whole: usize,
+) -> usize {
     let LoraSizes { t, n, k, r } = s;
     let f = DType::F32;
+    let rows = Depth { k: t, whole };
     // With dropout, the base's and the adapter's part of dx are separate products.
     let dx = |k_of: &[usize]| match need_dx {
         true => workspace(t, k, k_of, args.x.dtype()),
@@ -65,8 +77,8 @@ pub(crate) fn lora_backward_space(args: &LoraArgs<'_>, need_dx: bool, s: LoraSiz
     let most = [
         workspace(t, r, &[k], f),
         workspace(t, r, &[n], f),
-        workspace(n, r, &[t], f),
-        workspace(r, k, &[t], f),
+        workspace(n, r, &[rows], f),
+        workspace(r, k, &[rows], f),
         match args.dropout {
             Some(_) => dx(&[n]).max(dx(&[r])),
             None => dx(&[n, r]),
@@ -109,6 +121,52 @@ impl CpuBackend {
         Ok(out.freeze())
     }
 
+    /// Checks a part of a sum over rows, and returns the tensor of `shape` that it is added to.
+    fn continued(
+        &self,
+        op: &'static str,
+        sum: Option<Tensor>,
+        shape: [usize; 2],
+        tag: Tag,
+    ) -> Result<TensorMut> {
+        let Some(sum) = sum else {
+            return TensorMut::new(&self.pool, tag, shape, DType::F32);
+        };
+        if (sum.shape(), sum.dtype()) != (shape.into(), DType::F32) {
+            return shape_error(op, format!("sum {} for {shape:?}", sum.shape()));
+        }
+        let copy = |shared: Tensor| -> Result<TensorMut> {
+            let mut own = TensorMut::new(&self.pool, tag, shape, DType::F32)?;
+            own.as_bytes_mut().copy_from_slice(shared.as_bytes());
+            Ok(own)
+        };
+        sum.into_mut().or_else(copy)
+    }
+
+    pub(super) fn matmul_part_op(
+        &self,
+        args: &MatmulArgs<'_>,
+        sizes: Sizes,
+        sum: Option<Tensor>,
+        part: SumPart,
+    ) -> Result<Tensor> {
+        const OP: &str = "matmul_part";
+        check::part(OP, part, sizes.k, part_step(part.total), sum.is_some())?;
+        let accumulate = sum.is_some();
+        let mut out = self.continued(OP, sum, [sizes.m, sizes.n], Tag::Activations)?;
+        let mut space = Space::take(&self.pool, matmul_part_space(sizes, part.total))?;
+        let a = oriented(args.a, args.transpose_a);
+        let product = product(a, oriented(args.b, args.transpose_b), 1.0).part_of(part.total);
+        let data = out.as_mut_slice();
+        multiply(
+            &[product],
+            None,
+            Out::F32 { data, accumulate },
+            space.floats(),
+        );
+        Ok(out.freeze())
+    }
+
     fn lora_op(&self, args: &LoraArgs<'_>, s: LoraSizes) -> Result<Tensor> {
         let dtype = args.x.dtype();
         let mut out = self.output([s.t, s.n], dtype)?;
@@ -135,17 +193,21 @@ impl CpuBackend {
         dy: &Tensor,
         need_dx: bool,
         s: LoraSizes,
+        sum: Option<AdapterGrads>,
+        whole: usize,
     ) -> Result<LoraGrads> {
-        let dtype = args.x.dtype();
-        let mut d_lora_a = self.gradient([s.r, s.k])?;
-        let mut d_lora_b = self.gradient([s.n, s.r])?;
+        const OP: &str = "adapted_linear_backward";
+        let (dtype, accumulate) = (args.x.dtype(), sum.is_some());
+        let [a, b] = sum.map_or([None, None], |[a, b]| [Some(a), Some(b)]);
+        let mut d_lora_a = self.continued(OP, a, [s.r, s.k], Tag::Gradients)?;
+        let mut d_lora_b = self.continued(OP, b, [s.n, s.r], Tag::Gradients)?;
         let mut dx = if need_dx {
             Some(self.output(args.x.shape(), dtype)?)
         } else {
             None
         };
         let seen = self.seen(args)?;
-        let floats = lora_backward_space(args, need_dx, s);
+        let floats = lora_backward_space(args, need_dx, s, whole);
         let mut space = Space::take(&self.pool, floats)?;
         let (u, rest) = space.floats().split_at_mut(s.t * s.r);
         let (du, rest) = rest.split_at_mut(s.t * s.r);
@@ -156,10 +218,15 @@ impl CpuBackend {
         multiply(&[product(dy, b, 1.0)], None, f32_out(du), rest);
         let u = Matrix::new(Floats::F32(u), s.t, s.r);
         let du = Matrix::new(Floats::F32(du), s.t, s.r);
-        let db = [product(dy.transposed(), u, args.scale)];
-        multiply(&db, None, f32_out(d_lora_b.as_mut_slice()), rest);
-        let da = [product(du.transposed(), x, args.scale)];
-        multiply(&da, None, f32_out(d_lora_a.as_mut_slice()), rest);
+        let gradients = [
+            (dy.transposed(), u, &mut d_lora_b),
+            (du.transposed(), x, &mut d_lora_a),
+        ];
+        for (left, right, to) in gradients {
+            let data = to.as_mut_slice();
+            let product = product(left, right, args.scale).part_of(whole);
+            multiply(&[product], None, Out::F32 { data, accumulate }, rest);
+        }
         drop(seen);
         if let Some(dx) = &mut dx {
             let terms = [
@@ -201,6 +268,41 @@ impl CpuBackend {
         }
         Ok(out.freeze())
     }
+
+    /// As [`CpuBackend::column_sum_op`] for a part of the rows. Before the last part the result is `[2, n]`: the sum of the
+    /// partial sums that are complete, and the one that is not.
+    pub(super) fn column_sum_part_op(
+        &self,
+        x: &Tensor,
+        sum: Option<Tensor>,
+        part: SumPart,
+    ) -> Result<Tensor> {
+        const OP: &str = "column_sum_part";
+        let (m, n) = (x.shape().rows(), x.shape().last());
+        check::part(OP, part, m, part_step(part.total), sum.is_some())?;
+        let begins = sum.is_none();
+        let mut state = self.continued(OP, sum, [2, n], Tag::Gradients)?;
+        let (whole, open) = state.as_mut_slice::<f32>().split_at_mut(n);
+        if begins {
+            whole.fill(0.0);
+            open.fill(0.0);
+        }
+        floats!(x.dtype(), T => {
+            for (i, row) in x.as_slice::<T>().chunks_exact(n.max(1)).enumerate() {
+                add_row(row, open);
+                let end = part.first + i + 1;
+                if end.is_multiple_of(SUM_ROWS) || end == part.total {
+                    add_partial(open, whole);
+                    open.fill(0.0);
+                }
+            }
+        });
+        let state = state.freeze();
+        match part.first + m == part.total {
+            true => state.narrow(0, 1)?.reshape([n]),
+            false => Ok(state),
+        }
+    }
 }
 
 impl AdaptedRows for CpuBackend {
@@ -215,7 +317,24 @@ impl AdaptedRows for CpuBackend {
         let sizes = check::lora(args)?;
         let operands = [args.x, args.weight, args.lora_a, args.lora_b, dy];
         check::values("adapted_linear_backward", &operands)?;
-        self.lora_backward_op(args, dy, need_dx, sizes)
+        self.lora_backward_op(args, dy, need_dx, sizes, None, sizes.t)
+    }
+}
+
+impl AdaptedParts for CpuBackend {
+    fn layer_backward_part(
+        &self,
+        args: &LoraArgs<'_>,
+        dy: &Tensor,
+        need_dx: bool,
+        sum: Option<AdapterGrads>,
+        part: SumPart,
+    ) -> Result<LoraGrads> {
+        const OP: &str = "adapted_linear_backward_part";
+        let sizes = check::lora(args)?;
+        check::part(OP, part, sizes.t, part_step(part.total), sum.is_some())?;
+        check::values(OP, &[args.x, args.weight, args.lora_a, args.lora_b, dy])?;
+        self.lora_backward_op(args, dy, need_dx, sizes, sum, part.total)
     }
 }
 
@@ -250,12 +369,24 @@ multiversion! {
     }
 }
 
+multiversion! {
+    fn add_row<T: Float>(row: &[T], sum: &mut [f32]) {
+        for (s, x) in sum.iter_mut().zip(row) {
+            *s += x.to_f32();
+        }
+    }
+}
+
+fn add_partial(partial: &[f32], out: &mut [f32]) {
+    out.iter_mut().zip(partial).for_each(|(o, p)| *o += p);
+}
+
 /// `out = sum of partials`, added in order.
 pub(crate) fn sum_partials(partials: &[f32], out: &mut [f32]) {
     out.fill(0.0);
     if !out.is_empty() {
         for partial in partials.chunks_exact(out.len()) {
-            out.iter_mut().zip(partial).for_each(|(o, p)| *o += p);
+            add_partial(partial, out);
         }
     }
 }

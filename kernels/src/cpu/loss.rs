@@ -181,11 +181,9 @@ impl<'a> Head<'a> {
         out: &mut [f32],
         ws: &mut [f32],
     ) {
-        let product = Product {
-            a: Matrix::new(Floats::F32(h), rows, self.cuts.c),
-            b: self.weight.row_range(tile.0, tile.1).transposed(),
-            factor: 1.0,
-        };
+        let hidden = Matrix::new(Floats::F32(h), rows, self.cuts.c);
+        let weight = self.weight.row_range(tile.0, tile.1).transposed();
+        let product = Product::new(hidden, weight, 1.0);
         multiply(&[product], None, into(out, false), ws);
     }
 
@@ -376,11 +374,7 @@ impl Head<'_> {
                 let grad = Matrix::new(Floats::F32(logits), n, tile.1);
                 if d_hidden.is_some() {
                     let b = self.weight.row_range(tile.0, tile.1);
-                    let product = Product {
-                        a: grad,
-                        b,
-                        factor: 1.0,
-                    };
+                    let product = Product::new(grad, b, 1.0);
                     multiply(&[product], None, into(&mut dh[..n * c], tile.0 > 0), ws);
                 }
                 if let Some(d_weight) = d_weight {
@@ -388,7 +382,7 @@ impl Head<'_> {
                     let a = grad.transposed();
                     let b = Matrix::new(Floats::F32(h), n, c);
                     let out = into(out, number > 0);
-                    multiply(&[Product { a, b, factor: 1.0 }], None, out, ws);
+                    multiply(&[Product::new(a, b, 1.0)], None, out, ws);
                 }
             }
             if let Some(d_hidden) = d_hidden {

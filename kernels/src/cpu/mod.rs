@@ -15,11 +15,11 @@ pub(crate) mod simd;
 pub(crate) mod workspace;
 
 use crate::adapted::{
-    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads,
+    self, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads, AdapterSums,
 };
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
 };
 use crate::check;
 use crate::error::Result;
@@ -169,6 +169,27 @@ impl Backend for CpuBackend {
         self.column_sum_op(x)
     }
 
+    fn part_step(&self, total: usize) -> usize {
+        gemm::part_step(total)
+    }
+
+    fn matmul_part(
+        &self,
+        args: MatmulArgs<'_>,
+        sum: Option<Tensor>,
+        part: SumPart,
+    ) -> Result<Tensor> {
+        let sizes = check::matmul(&args)?;
+        check::values("matmul_part", &[args.a, args.b])?;
+        self.matmul_part_op(&args, sizes, sum, part)
+    }
+
+    fn column_sum_part(&self, x: &Tensor, sum: Option<Tensor>, part: SumPart) -> Result<Tensor> {
+        check::float("column_sum_part", x)?;
+        check::values("column_sum_part", &[x])?;
+        self.column_sum_part_op(x, sum, part)
+    }
+
     fn adapted_linear(&self, args: AdaptedLinearArgs<'_>) -> Result<AdaptedLinear> {
         adapted::check("adapted_linear", &args)?;
         adapted::forward(self, &args)
@@ -180,6 +201,16 @@ impl Backend for CpuBackend {
     ) -> Result<AdaptedLinearGrads> {
         adapted::check_backward("adapted_linear_backward", &args)?;
         adapted::backward(self, &args)
+    }
+
+    fn adapted_linear_backward_part(
+        &self,
+        args: AdaptedLinearGradArgs<'_>,
+        sums: AdapterSums,
+        part: SumPart,
+    ) -> Result<AdaptedLinearGrads> {
+        adapted::check_backward("adapted_linear_backward_part", &args)?;
+        adapted::backward_part(self, &args, sums, part)
     }
 
     fn layer_norm(&self, x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f32) -> Result<Tensor> {

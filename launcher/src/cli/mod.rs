@@ -405,6 +405,11 @@ pub struct Args {
     /// More than 1 needs less memory and recomputes the segment's other inputs in backward.
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub checkpoint_num_layers: Option<usize>,
+    /// Compute feed-forward layers in tiles of N tokens or patches
+    ///
+    /// Their inner values then exist for one tile only: long samples need less memory, for most of one more forward pass of these layers. On the CPU no bit changes, and tiles are a little larger than N; on a GPU the last bits of gradients may differ.
+    #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
+    pub mlp_tile_tokens: Option<usize>,
     /// `true` is `--checkpoint-activations all`, `false` is none
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub gradient_checkpointing: Option<bool>,
@@ -940,7 +945,7 @@ mod tests {
              device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
-             lora-target-modules loraplus-lr-ratio loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale model \
+             lora-target-modules loraplus-lr-ratio loss-scale loss-scale-window lr lr-scale lr-scheduler-kwargs lr-scheduler-type max-grad-norm max-restarts max-slice-nums max-steps metric-for-best-model min-loss-scale mlp-tile-tokens model \
              model-max-length modules-to-save moments mp-size mp-split no-decay nproc num-train-epochs nvme-io offload optimizer-in-backward optimizer-in-forward output \
              per-device-eval-batch-size per-device-train-batch-size precision prefetch-weights preset ptuning-tokens pure-bf16-moments pure-bf16-weights quantize quantize-double quantize-modules rank-is report-to resume resume-anyway \
              rope-precision save-steps save-strategy \

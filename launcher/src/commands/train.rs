@@ -12,7 +12,7 @@ use std::time::Instant;
 use crate::cli::file::Loaded;
 use crate::cli::{self, Args, Note, resolve_on};
 use crate::config::{
-    CONFIG_FILE, Collectives, DEVICE, DeviceChoice, OptimizerInBackward, Resume, RunConfig,
+    CONFIG_FILE, Collectives, DEVICE, Device, DeviceChoice, OptimizerInBackward, Resume, RunConfig,
     RunPlan, Task,
 };
 use crate::device::survey::environment;
@@ -86,6 +86,15 @@ pub(super) fn run_supervisor(
     }
     for event in chosen.events(&asked) {
         screen.show(&event);
+    }
+    if let (Some(tokens), Device::Cuda) = (asked.mlp_tile_tokens, asked.device) {
+        screen.show(&Event::Info {
+            label: both("tiles", "分块").into(),
+            text: text!(
+                "feed-forward layers run on {tokens} tokens at a time; on a GPU the last bits of gradients may differ from a run without --mlp-tile-tokens",
+                "前馈层每次处理 {tokens} 个 token；在 GPU 上，梯度的最后几位可能与不用 --mlp-tile-tokens 的运行不同"
+            ),
+        });
     }
     let share = share_of(&asked, env);
     if share.is_some() {

@@ -25,6 +25,7 @@ mod schedule;
 pub(crate) mod words;
 mod zero;
 
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -395,6 +396,9 @@ pub struct RunConfig {
     /// the rest.
     #[serde(default = "one")]
     pub checkpoint_num_layers: usize,
+    /// Tokens or patches of a tile of the feed-forward layers. `None`: all rows of a micro-batch at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mlp_tile_tokens: Option<NonZeroUsize>,
     /// Length of training, in optimizer updates or in epochs.
     pub length: Length,
     /// Batch sizes, limits on samples, and settings for loading samples.

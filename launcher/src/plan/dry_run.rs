@@ -146,7 +146,7 @@ pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Fail
                 index: 0,
                 max_new_tokens: 2,
             };
-            return answer(&*model, &dry_run, &sample, &[prompt]);
+            return answer(run, &*model, &dry_run, &sample, &[prompt]);
         }
         micro_batch(run, &*model, &dry_run, &sample, &mut || (), &mut || ())?;
         Ok(dry_run.take_step()?)
@@ -178,7 +178,8 @@ pub(crate) fn micro_batch(
     begun();
     let batch = model.collate(&samples, backend)?;
     let keep = |unit| keeps(config, model, unit);
-    let mut tape = Tape::training(&**dry_run).with_stored(&keep);
+    let tape = Tape::training(&**dry_run).with_stored(&keep);
+    let mut tape = tape.with_mlp_tiles(config.mlp_tile_tokens);
     let keys = vec![0; samples.len()];
     if let Some(state) = dropout(config, &keys, &samples, backend)? {
         tape = tape.with_dropout(state);
@@ -236,6 +237,7 @@ fn of_stages(
 /// # Errors
 /// A sample does not fit the model.
 fn answer(
+    config: &RunConfig,
     model: &dyn VisionLanguageModel,
     dry_run: &DryRun,
     samples: &[EncodedSample],
@@ -245,7 +247,9 @@ fn answer(
         let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
         dry_run.begin_pass(PassKind::Infer);
         let batch = model.collate(&samples, &**dry_run.backend())?;
-        drop(model.forward(&Tape::inference(&**dry_run), &batch)?);
+        let tape = Tape::inference(&**dry_run).with_mlp_tiles(config.mlp_tile_tokens);
+        drop(model.forward(&tape, &batch)?);
+        drop(tape);
         drop(batch);
         dry_run.end_pass()?;
     }
@@ -365,6 +369,7 @@ impl<'a> Run<'a> {
             stored: &keep,
             factor: 1.0,
             micro_batches,
+            mlp_tiles: config.mlp_tile_tokens,
         };
         let peaks = RefCell::new(Vec::new());
         if let Some(stage) = &self.stage {
@@ -398,7 +403,12 @@ impl<'a> Run<'a> {
         let on = stage.on(&self.dry_run);
         on.begin(PassKind::Infer);
         let batch = self.model.collate(&samples, &**self.dry_run.backend())?;
-        drop(pipeline::forward(self.model, &on, &batch)?);
+        drop(pipeline::forward(
+            self.model,
+            &on,
+            &batch,
+            self.config.mlp_tile_tokens,
+        )?);
         drop(batch);
         on.end(PassKind::Infer)?;
         let begin = || on.begin(PassKind::Infer);
@@ -416,6 +426,7 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         answer(
+            self.config,
             self.model,
             &self.dry_run,
             held_out.longest,

@@ -31,6 +31,8 @@ pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
 /// Maximum number of suggestions in a report.
 const NAMED: usize = 3;
+/// Tokens of the tiles that are suggested: enough that each product still fills a GPU.
+const TILE_TOKENS: usize = 4096;
 /// Divisor of the host memory from which on image decoding is named as a large part of it.
 const LARGE_PART: u64 = 8;
 
@@ -96,6 +98,7 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
     if config.checkpoint_num_layers == 1 && config.checkpoint_activations != Recompute::NONE {
         found.push(vec![("checkpoint-num-layers", "6".to_owned())]);
     }
+    found.extend(mlp_tiles(config));
     let precision = |name: &str| vec![("precision", name.to_owned())];
     if config.precision == PrecisionChoice::F32 {
         found.push(precision("bf16"));
@@ -115,6 +118,15 @@ fn neighbours(config: &RunConfig) -> Vec<Flags> {
         found.push(vec![("max-slice-nums", "1".to_owned())]);
     }
     found
+}
+
+/// Flags that compute the feed-forward layers in tiles. `None` if the run does, or if no sample is longer than a tile.
+pub(crate) fn mlp_tiles(config: &RunConfig) -> Option<Flags> {
+    let batch = &config.batch;
+    let most = batch.micro_batch * batch.model_max_length;
+    let long = batch.tokens_per_batch.unwrap_or(most) > TILE_TOKENS;
+    let flags = vec![("mlp-tile-tokens", TILE_TOKENS.to_string())];
+    (config.mlp_tile_tokens.is_none() && long).then_some(flags)
 }
 
 /// Flags that store frozen weights in 4 bits.
@@ -427,6 +439,7 @@ mod tests {
                 "per-device-train-batch-size",
                 "per-device-train-batch-size",
                 "checkpoint-num-layers",
+                "mlp-tile-tokens",
                 "precision",
                 "use-lora",
                 "precision",

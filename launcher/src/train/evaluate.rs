@@ -111,7 +111,12 @@ fn not_finite(
 fn forward(replica: &Replica<'_>, samples: &[SampleInput<'_>]) -> Result<(f64, usize), Failure> {
     let run = || -> Result<_, ModelError> {
         let batch = replica.model.collate(samples, &*replica.backend)?;
-        let loss = pipeline::forward(&*replica.model, &replica.zero, &batch)?;
+        let loss = pipeline::forward(
+            &*replica.model,
+            &replica.zero,
+            &batch,
+            replica.config.mlp_tile_tokens,
+        )?;
         match replica.zero.mesh().coordinates().is_last() {
             true => Ok((loss.sum()?, loss.supervised)),
             false => Ok((0.0, 0)),

@@ -344,6 +344,7 @@ impl<'a> Trainer<'a> {
             stored: &keep,
             factor: faults.loss_factor(scale as f32),
             micro_batches: config.batch.accumulation_steps,
+            mlp_tiles: config.mlp_tile_tokens,
         };
         // All stages of a data-parallel rank read its samples; one counts them.
         let counts_tokens = zero.mesh().coordinates().stage == 0;
@@ -440,6 +441,7 @@ impl<'a> Trainer<'a> {
             let collated = model.collate(&inputs, &**backend)?;
             let keep = |unit| keeps(config, &**model, unit);
             let tape = Tape::training(&*zero).with_stored(&keep);
+            let tape = tape.with_mlp_tiles(config.mlp_tile_tokens);
             let mut tape = tape.with_loss_factor(factor);
             if let Some(state) = dropout(config, &batch.keys, &inputs, &**backend)? {
                 tape = tape.with_dropout(state);

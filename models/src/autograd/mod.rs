@@ -12,6 +12,7 @@ mod resident;
 mod scope;
 mod sweep;
 mod tape;
+mod tiles;
 mod var;
 
 pub use dropout::{Dropout, Rows};
@@ -26,3 +27,5 @@ pub(crate) use sweep::{Grad, Sweep};
 pub(crate) mod gradcheck;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tile_tests;

@@ -3,12 +3,15 @@
 use super::dropout::{Dropout, Rows};
 use super::sweep::{Grad, Node, Sweep};
 use super::tape::Observers;
+use super::tiles::TileSums;
 use super::var::{RecorderId, Var};
 use crate::error::{ModelError, Result};
 use engine::{Lease, ParamAccess, ParamId};
 use kernels::{Backend, Tensor};
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
+use std::num::NonZeroUsize;
+use std::ops::Range;
 
 /// What a run of a segment's body keeps for the backward pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,6 +41,10 @@ pub struct Scope<'s> {
     elided: Cell<bool>,
     /// Sample key and row number of each row, i32 `[t, 2]`, inside [`Scope::with_rows`]; otherwise `None`.
     row_names: RefCell<Option<Tensor>>,
+    /// Rows of the values of this scope, if it is that of a tile; row names are those of all rows.
+    tile: Option<Range<usize>>,
+    /// Rows of a tile of the feed-forward layers; `None` to compute all rows at once.
+    tiling: Option<NonZeroUsize>,
 }
 
 impl std::fmt::Debug for Scope<'_> {
@@ -71,7 +78,44 @@ impl<'s> Scope<'s> {
             slots: Cell::new(0),
             elided: Cell::new(false),
             row_names: RefCell::default(),
+            tile: None,
+            tiling: None,
         }
+    }
+
+    /// Computes feed-forward layers in tiles of so many rows.
+    pub(super) fn with_tiling(self, tiling: Option<NonZeroUsize>) -> Self {
+        Self { tiling, ..self }
+    }
+
+    pub(super) fn tiling(&self) -> Option<NonZeroUsize> {
+        self.tiling
+    }
+
+    /// A scope for the rows `tile` of values whose rows have these names.
+    pub(super) fn of_rows(self, names: Option<Tensor>, tile: Range<usize>) -> Self {
+        Self {
+            row_names: RefCell::new(names),
+            tile: Some(tile),
+            ..self
+        }
+    }
+
+    /// A scope under the same lease that records nothing.
+    pub(super) fn plain(&self) -> Self {
+        let (observers, dropout) = (Observers::default(), self.dropout);
+        Self::new(
+            self.access,
+            self.lease,
+            observers,
+            dropout,
+            Mode::Forward,
+            self.loss_factor,
+        )
+    }
+
+    pub(super) fn row_names(&self) -> Option<Tensor> {
+        self.row_names.borrow().clone()
     }
 
     /// The device that this scope's operations run on.
@@ -86,9 +130,16 @@ impl<'s> Scope<'s> {
     }
 
     /// The sample keys and row numbers, i32 `[t, 2]`, from which dropout draws the mask of a value with such rows.
-    pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Tensor {
+    ///
+    /// # Errors
+    /// When a tile has rows that the batch does not have.
+    pub(crate) fn dropout_rows(&self, state: &Dropout, rows: Rows) -> Result<Tensor> {
         let names = self.row_names.borrow();
-        names.as_ref().unwrap_or_else(|| state.rows(rows)).clone()
+        let names = names.as_ref().unwrap_or_else(|| state.rows(rows));
+        Ok(match &self.tile {
+            Some(tile) => names.narrow(tile.start, tile.len())?,
+            None => names.clone(),
+        })
     }
 
     /// Runs `body` on values whose row `i` stands for the token `index[i]` (i32) of the batch, or for the
@@ -309,6 +360,22 @@ impl Record {
     ) -> Result<Vec<Option<Grad>>> {
         let mut sweep = Sweep::new(access, lease, self.slots, &self.nodes);
         for (slot, grad) in seeds {
+            sweep.accumulate(slot, grad)?;
+        }
+        sweep.run(self.nodes)?;
+        Ok(sweep.into_gradients(inputs))
+    }
+
+    /// Sweeps a tile from `seed` back, as [`Record::sweep`]. Sums over rows continue `sums`.
+    pub(super) fn sweep_tile(
+        self,
+        (access, lease): (&dyn ParamAccess, &Lease<'_>),
+        seed: Option<(usize, Grad)>,
+        inputs: usize,
+        sums: &mut TileSums,
+    ) -> Result<Vec<Option<Grad>>> {
+        let mut sweep = Sweep::of_tile(access, lease, self.slots, sums);
+        if let Some((slot, grad)) = seed {
             sweep.accumulate(slot, grad)?;
         }
         sweep.run(self.nodes)?;

@@ -1,9 +1,13 @@
 //! The reverse sweep over one segment's record.
 
+use super::tiles::TileSums;
 use super::var::Slot;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use engine::{Lease, ParamAccess, ParamId};
-use kernels::{Backend, DType, Shape, Tag, Tensor};
+use kernels::{
+    AdaptedLinearGradArgs, AdaptedLinearGrads, AdapterSums, Backend, DType, MatmulArgs, Shape, Tag,
+    Tensor, Transpose,
+};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -40,6 +44,10 @@ pub(crate) struct Sweep<'s> {
     lease: &'s Lease<'s>,
     grads: Vec<Option<Grad>>,
     params: BTreeMap<ParamId, Pending>,
+    /// Sums over rows that the sweep continues, if it sweeps a tile of rows.
+    tile: Option<&'s mut TileSums>,
+    /// Number of the node that is swept.
+    node: usize,
 }
 
 impl<'s> Sweep<'s> {
@@ -58,7 +66,27 @@ impl<'s> Sweep<'s> {
             lease,
             grads: vec![None; slots],
             params,
+            tile: None,
+            node: 0,
         }
+    }
+
+    /// A sweep over a tile of rows. It adds to the `sums` of the tiles before instead of to gradients of parameters.
+    pub(super) fn of_tile(
+        access: &'s dyn ParamAccess,
+        lease: &'s Lease<'s>,
+        slots: usize,
+        sums: &'s mut TileSums,
+    ) -> Self {
+        Self {
+            tile: Some(sums),
+            ..Self::new(access, lease, slots, &[])
+        }
+    }
+
+    /// The engine and the lease, for a recorder of a part of the operations.
+    pub(super) fn under(&self) -> (&'s dyn ParamAccess, &'s Lease<'s>) {
+        (self.access, self.lease)
     }
 
     /// The device that the backward operations run on.
@@ -94,13 +122,96 @@ impl<'s> Sweep<'s> {
         self.param_rows(id, 0..rows, grad)
     }
 
+    /// Sum over the rows of `x`, `[n]` f32, as the sum number `key` of the operation. Inside a tile it continues that of
+    /// the tile before.
+    pub(crate) fn column_sum(&mut self, key: usize, x: &Tensor) -> Result<Tensor> {
+        let (node, backend) = (self.node, self.backend());
+        Ok(match &mut self.tile {
+            None => backend.column_sum(x)?,
+            Some(tile) => backend.column_sum_part(x, tile.take((node, key)), tile.part())?,
+        })
+    }
+
+    /// Gradient `dy^T x` of a weight, f32, as the sum number `key` of the operation. Inside a tile it continues that of
+    /// the tile before.
+    pub(crate) fn weight_gradient(
+        &mut self,
+        key: usize,
+        dy: &Tensor,
+        x: &Tensor,
+    ) -> Result<Tensor> {
+        let args = MatmulArgs {
+            a: dy,
+            transpose_a: Transpose::Yes,
+            b: x,
+            transpose_b: Transpose::No,
+            bias: None,
+            out: DType::F32,
+        };
+        let (node, backend) = (self.node, self.backend());
+        Ok(match &mut self.tile {
+            None => backend.matmul(args)?,
+            Some(tile) => backend.matmul_part(args, tile.take((node, key)), tile.part())?,
+        })
+    }
+
+    /// Gradients of layers with adapters. The sums of projection `i` are those number `2 i` (A) and `2 i + 1` (B) of the
+    /// operation. Inside a tile they continue those of the tile before.
+    ///
+    /// # Errors
+    /// Inside a tile, when the layers have row groups.
+    pub(crate) fn adapted_gradients(
+        &mut self,
+        args: AdaptedLinearGradArgs<'_>,
+    ) -> Result<AdaptedLinearGrads> {
+        let (node, backend) = (self.node, self.backend());
+        let Some(tile) = &mut self.tile else {
+            return Ok(backend.adapted_linear_backward(args)?);
+        };
+        if args.forward.row_groups.is_some() {
+            return Err(ModelError::NotInTiles);
+        }
+        let own = |i: usize| {
+            let sums = [2 * i, 2 * i + 1].map(|key| tile.take((node, key)));
+            let [Some(a), Some(b)] = sums else {
+                return vec![None];
+            };
+            vec![Some([a, b])]
+        };
+        let sums: AdapterSums = (0..args.forward.projections.len()).map(own).collect();
+        let part = tile.part();
+        Ok(backend.adapted_linear_backward_part(args, sums, part)?)
+    }
+
+    /// Adds a sum over rows to the gradient of a parameter, or of its rows `rows`. `key` is that of the sum.
+    pub(crate) fn row_sum(
+        &mut self,
+        key: usize,
+        id: ParamId,
+        rows: Option<Range<usize>>,
+        sum: Tensor,
+    ) -> Result<()> {
+        match (&mut self.tile, rows) {
+            (Some(tile), rows) => tile.put((self.node, key), id, rows, sum),
+            (None, Some(rows)) => return self.param_rows(id, rows, sum),
+            (None, None) => return self.param(id, sum),
+        }
+        Ok(())
+    }
+
     /// Adds `grad` (f32) to the gradient of some rows of a parameter.
+    ///
+    /// # Errors
+    /// Inside a tile of rows, whose operations add sums by [`Sweep::row_sum`].
     pub(crate) fn param_rows(
         &mut self,
         id: ParamId,
         rows: Range<usize>,
         grad: Tensor,
     ) -> Result<()> {
+        if self.tile.is_some() {
+            return Err(ModelError::NotInTiles);
+        }
         let backend = self.backend();
         let pending = self.params.entry(id).or_default();
         match pending.parts.iter_mut().find(|(range, _)| *range == rows) {
@@ -118,6 +229,7 @@ impl<'s> Sweep<'s> {
     /// Sweeps `nodes` from the last to the first; a node's stored values are dropped with it.
     pub(super) fn run(&mut self, mut nodes: Vec<Node>) -> Result<()> {
         while let Some(node) = nodes.pop() {
+            self.node = nodes.len();
             let grads: Vec<_> = node
                 .outs
                 .iter()

@@ -6,11 +6,12 @@ use super::scope::{Mode, Record, Scope};
 use super::sweep::{Grad, sum};
 use super::var::{RecorderId, Slot, Var};
 use crate::error::{ModelError, Result};
-use engine::{BoundaryTensor, ParamAccess, ParamId, Phase, Saved, UnitId};
+use engine::{BoundaryTensor, Lease, ParamAccess, ParamId, Phase, Saved, UnitId};
 use kernels::{Backend, Fetch, Tensor};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -155,6 +156,7 @@ pub struct Tape<'e, 'm> {
     recording: bool,
     check_recompute: bool,
     loss_factor: f32,
+    tiling: Option<NonZeroUsize>,
     id: RecorderId,
     slots: Cell<usize>,
     last_unit: Cell<Option<UnitId>>,
@@ -197,6 +199,7 @@ impl<'e, 'm> Tape<'e, 'm> {
             recording,
             check_recompute: cfg!(debug_assertions),
             loss_factor: 1.0,
+            tiling: None,
             id: RecorderId::fresh(),
             slots: Cell::new(0),
             last_unit: Cell::new(None),
@@ -259,6 +262,15 @@ impl<'e, 'm> Tape<'e, 'm> {
     #[must_use]
     pub fn with_stored(mut self, stored: &'e dyn Fn(UnitId) -> bool) -> Self {
         self.stored = Some(stored);
+        self
+    }
+
+    /// Computes feed-forward layers in tiles of `rows` tokens or patches, so that their inner values exist for one tile
+    /// only; `None` for all rows at once. A tile has more rows where [`Backend::part_step`] asks for it. On the CPU the
+    /// gradients are bit for bit the same either way.
+    #[must_use]
+    pub fn with_mlp_tiles(mut self, rows: Option<NonZeroUsize>) -> Self {
+        self.tiling = rows;
         self
     }
 
@@ -471,7 +483,8 @@ impl<'e, 'm> Tape<'e, 'm> {
         let outputs = {
             let dropout = self.dropout.as_ref();
             let (access, factor) = (self.access, self.loss_factor);
-            let scope = Scope::new(access, &lease, self.observers, dropout, mode, factor);
+            let scope = Scope::new(access, &lease, self.observers, dropout, mode, factor)
+                .with_tiling(self.tiling);
             let vars: Vec<Var> = inputs
                 .iter()
                 .map(|v| scope.enter(v.value().clone(), v.requires_grad()))
@@ -583,11 +596,17 @@ impl<'e, 'm> Tape<'e, 'm> {
             access,
             segments,
             slots,
-            check_recompute,
+            check_recompute: check,
             dropout,
+            tiling,
             away,
             ..
         } = self;
+        let again = Again {
+            dropout: dropout.as_ref(),
+            check,
+            tiling,
+        };
         let backend: &dyn Backend = &**access.backend();
         let mut grads: Vec<Option<Grad>> = vec![None; slots.get()];
         for (slot, grad) in seeds {
@@ -603,13 +622,7 @@ impl<'e, 'm> Tape<'e, 'm> {
                 .collect();
             let wanted = seeds.iter().any(Option::is_some);
             if wanted && segment.lacks_input() {
-                recompute(
-                    access,
-                    &mut segments,
-                    &mut segment,
-                    dropout.as_ref(),
-                    check_recompute,
-                )?;
+                recompute(access, &mut segments, &mut segment, again)?;
             }
             // A group that is computed again begins with its first.
             let next = segments.iter().rfind(|segment| !segment.lacks_input());
@@ -619,13 +632,33 @@ impl<'e, 'm> Tape<'e, 'm> {
             if !wanted {
                 continue;
             }
-            for (slot, grad) in
-                sweep_segment(access, segment, seeds, dropout.as_ref(), check_recompute)?
-            {
+            for (slot, grad) in sweep_segment(access, segment, seeds, again)? {
                 add(backend, &mut grads, slot, grad)?;
             }
         }
         Ok(grads)
+    }
+}
+
+/// How backward runs a body again: as the first time.
+#[derive(Clone, Copy)]
+struct Again<'d> {
+    dropout: Option<&'d Dropout>,
+    /// Whether recomputed outputs are compared with the first.
+    check: bool,
+    tiling: Option<NonZeroUsize>,
+}
+
+impl Again<'_> {
+    /// Scope of a further run. The factor of the loss comes with the gradient.
+    fn scope<'s>(
+        &'s self,
+        access: &'s dyn ParamAccess,
+        lease: &'s Lease<'s>,
+        mode: Mode,
+    ) -> Scope<'s> {
+        let scope = Scope::new(access, lease, Observers::default(), self.dropout, mode, 1.0);
+        scope.with_tiling(self.tiling)
     }
 }
 
@@ -635,8 +668,7 @@ fn sweep_segment(
     access: &dyn ParamAccess,
     segment: CheckpointedSegment<'_>,
     seeds: Vec<Option<Grad>>,
-    dropout: Option<&Dropout>,
-    check: bool,
+    again: Again<'_>,
 ) -> Result<Vec<(Slot, Grad)>> {
     let unit = segment.unit;
     let lease = access.lease(unit, Phase::Backward)?;
@@ -653,9 +685,7 @@ fn sweep_segment(
         }
         Work::Recompute { body, inputs, sums } => {
             let slots: Vec<Slot> = inputs.iter().filter_map(|(_, slot)| *slot).collect();
-            // In a replay the factor comes with the gradient.
-            let mode = Mode::Recompute;
-            let scope = Scope::new(access, &lease, Observers::default(), dropout, mode, 1.0);
+            let scope = again.scope(access, &lease, Mode::Recompute);
             let mut vars = Vec::with_capacity(inputs.len());
             for (input, slot) in inputs {
                 let value = match input {
@@ -667,7 +697,7 @@ fn sweep_segment(
             }
             let outputs = body(&scope, &vars)?;
             drop(vars);
-            if check && !scope.has_elided() {
+            if again.check && !scope.has_elided() {
                 compare(unit, &outputs, &sums)?;
             }
             let inner = inner_seeds(&scope, outputs, seeds)?;
@@ -711,8 +741,7 @@ fn recompute(
     access: &dyn ParamAccess,
     segments: &mut [CheckpointedSegment<'_>],
     last: &mut CheckpointedSegment<'_>,
-    dropout: Option<&Dropout>,
-    check: bool,
+    again: Again<'_>,
 ) -> Result<()> {
     let unit = last.unit;
     let first = segments.iter().rposition(|segment| !segment.lacks_input());
@@ -726,14 +755,7 @@ fn recompute(
             return Err(ModelError::NotRecomputed { unit });
         };
         let lease = access.lease(unit, Phase::Recompute)?;
-        let scope = Scope::new(
-            access,
-            &lease,
-            Observers::default(),
-            dropout,
-            Mode::Forward,
-            1.0,
-        );
+        let scope = again.scope(access, &lease, Mode::Forward);
         let mut vars = Vec::with_capacity(inputs.len());
         for (input, slot) in inputs.iter_mut() {
             let value = match input {
@@ -752,7 +774,7 @@ fn recompute(
             vars.push(scope.enter(value, slot.is_some()));
         }
         let outputs = body(&scope, &vars)?;
-        if check {
+        if again.check {
             compare(unit, &outputs, sums)?;
         }
         front = outputs.into_iter().map(Var::into_value).collect();

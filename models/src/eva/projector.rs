@@ -75,9 +75,13 @@ impl GluProjector {
         scope.with_rows(Rows::Patches, &tables.feature_names, || {
             let x = self.linear.forward(scope, x)?;
             let x = scope.gelu(&self.norm.forward(scope, &x)?, Gelu::Erf)?;
-            let gate = self.gate.forward(scope, &x)?;
-            let up = self.up.forward(scope, &x)?;
-            self.down.forward(scope, &scope.swiglu(&gate, &up)?)
+            let layers = [&self.gate, &self.up, &self.down];
+            let ids: Vec<ParamId> = layers.into_iter().flat_map(Linear::ids).collect();
+            let [gate, up, down] = layers.map(Linear::clone);
+            scope.in_tiles(&x, &ids, move |scope, x| {
+                let (gate, up) = (gate.forward(scope, x)?, up.forward(scope, x)?);
+                down.forward(scope, &scope.swiglu(&gate, &up)?)
+            })
         })
     }
 }

@@ -4,6 +4,7 @@ use super::{FusedLinear, Linear};
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use crate::params::ParamScope;
+use engine::ParamId;
 use kernels::Gelu;
 
 /// MLP of the vision towers: `fc2(gelu(fc1(x)))`, both layers with biases.
@@ -36,9 +37,12 @@ impl GeluMlp {
     /// # Errors
     /// When shapes do not fit or memory runs out.
     pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
-        let inner = self.fc1.forward(scope, x)?;
-        let inner = scope.gelu(&inner, self.gelu)?;
-        self.fc2.forward(scope, &inner)
+        let ids: Vec<ParamId> = self.fc1.ids().chain(self.fc2.ids()).collect();
+        let Self { fc1, fc2, gelu } = self.clone();
+        scope.in_tiles(x, &ids, move |scope, x| {
+            let inner = fc1.forward(scope, x)?;
+            fc2.forward(scope, &scope.gelu(&inner, gelu)?)
+        })
     }
 }
 
@@ -107,14 +111,12 @@ impl GatedMlp {
     /// # Errors
     /// When shapes do not fit or memory runs out.
     pub fn forward(&self, scope: &Scope<'_>, x: &Var) -> Result<Var> {
-        let [gate, up] = match &self.inputs {
-            GateUp::Apart(layers) => {
-                let [gate, up] = &**layers;
-                Linear::forward_all([gate, up], scope, x)?
-            }
-            GateUp::Fused(layer) => layer.forward(scope, x)?,
-        };
-        let inner = scope.swiglu(&gate, &up)?;
-        self.down.forward(scope, &inner)
+        let [gate, up, down] = self.layers();
+        let layers = [&gate, &up, &down].into_iter();
+        let ids: Vec<ParamId> = layers.flat_map(Linear::ids).collect();
+        scope.in_tiles(x, &ids, move |scope, x| {
+            let [gate, up] = Linear::forward_all([&gate, &up], scope, x)?;
+            down.forward(scope, &scope.swiglu(&gate, &up)?)
+        })
     }
 }

@@ -2,13 +2,13 @@
 //! projections, each with one layer or one layer per row group.
 
 use super::grouped::RowGroups;
-use super::linear::{LinearParams, matrix, product, rows};
+use super::linear::{LinearParams, matrix, rows};
 use crate::autograd::{Rows, Scope, Sweep, Var};
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use engine::ParamId;
 use kernels::{
     AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs,
-    AdapterDropout, AdapterGrads, DType, Tensor, Transpose,
+    AdapterDropout, AdapterGrads, Tensor,
 };
 
 /// The parameters and settings of a low-rank adapter (LoRA) of a linear layer with weight `[n, k]`.
@@ -48,6 +48,14 @@ pub struct LinearLayer {
     pub adapter: Option<LoraParams>,
 }
 
+impl LinearLayer {
+    /// The parameters of the layer and of its adapter.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = ParamId> + use<> {
+        let adapter = self.adapter.map(|own| [own.lora_a, own.lora_b]);
+        self.base.ids().chain(adapter.into_iter().flatten())
+    }
+}
+
 /// Dropout mask of an adapter's input, stored as the rows' numbers and the adapter's key, from which backward
 /// computes the mask again.
 #[derive(Clone)]
@@ -75,15 +83,18 @@ impl Adapter {
         };
         let own = params.part.map(|i| i * rank..(i + 1) * rank);
         let state = scope.dropout_state().filter(|_| params.dropout > 0.0);
+        let mask = state.map(|state| {
+            Ok::<_, ModelError>(Mask {
+                words: scope.dropout_rows(state, params.rows)?,
+                key: state.key(params.lora_a.0),
+                p: params.dropout,
+            })
+        });
         Ok(Self {
             a: half(params.lora_a, own),
             b: half(params.lora_b, base.rows.clone()),
             scale: params.scale,
-            mask: state.map(|state| Mask {
-                words: scope.dropout_rows(state, params.rows),
-                key: state.key(params.lora_a.0),
-                p: params.dropout,
-            }),
+            mask: mask.transpose()?,
         })
     }
 }
@@ -165,35 +176,33 @@ impl Part {
     }
 
     /// Adds the gradients of the adapter, and those of base weight and bias if they train. `group` has the layer's
-    /// rows of `input` and `dy`; `None` means all rows.
+    /// rows of `input` and `dy`; `None` means all rows. `keys` are the numbers of the sums of A, B, bias and weight.
     fn add_grads(
         &self,
         sweep: &mut Sweep<'_>,
         adapter: Option<AdapterGrads>,
         [input, dy]: [&Tensor; 2],
         group: Option<&Tensor>,
+        keys: [usize; 4],
     ) -> Result<()> {
         if let (Some(Adapter { a, b, .. }), Some([d_a, d_b])) = (&self.adapter, adapter) {
-            a.add_grad(sweep, a.weight, d_a)?;
-            b.add_grad(sweep, b.weight, d_b)?;
+            a.add_sum(sweep, keys[0], a.weight, d_a)?;
+            b.add_sum(sweep, keys[1], b.weight, d_b)?;
         }
         if let Some(id) = self.train_bias {
-            let backend = sweep.backend();
             let d_bias = match group {
-                Some(rows) => backend.column_sum_of_rows(dy, rows)?,
-                None => backend.column_sum(dy)?,
+                Some(rows) => sweep.backend().column_sum_of_rows(dy, rows)?,
+                None => sweep.column_sum(keys[2], dy)?,
             };
-            self.base.add_grad(sweep, id, d_bias)?;
+            self.base.add_sum(sweep, keys[2], id, d_bias)?;
         }
         if self.train_weight {
             let d_weight = match group {
                 Some(rows) => sweep.backend().matmul_of_rows(dy, input, rows)?,
-                None => {
-                    let (dy, input) = ((dy, Transpose::Yes), (input, Transpose::No));
-                    product(sweep, dy, input, DType::F32)?
-                }
+                None => sweep.weight_gradient(keys[3], dy, input)?,
             };
-            self.base.add_grad(sweep, self.base.weight, d_weight)?;
+            self.base
+                .add_sum(sweep, keys[3], self.base.weight, d_weight)?;
         }
         Ok(())
     }
@@ -267,8 +276,7 @@ impl Scope<'_> {
             let held = used.iter().map(|(own, _)| *own);
             let held = tensors(held, &|id| sweep.weight(id), false)?;
             let dy: Vec<&Tensor> = used.iter().map(|(_, dy)| *dy).collect();
-            let backend = sweep.backend();
-            let grads = backend.adapted_linear_backward(AdaptedLinearGradArgs {
+            let grads = sweep.adapted_gradients(AdaptedLinearGradArgs {
                 forward: AdaptedLinearArgs {
                     x: &input,
                     row_groups: row_groups.as_ref().map(RowGroups::rows),
@@ -282,10 +290,12 @@ impl Scope<'_> {
                 sweep.add(slot, dx.reshape(shape)?)?;
             }
             // Gradients are added in the order of separate operations, because layers may share a parameter.
-            for ((own, dy), grads) in used.into_iter().zip(grads.adapters).rev() {
+            let count = used.len();
+            for (p, ((own, dy), grads)) in used.into_iter().zip(grads.adapters).enumerate().rev() {
+                let keys = [2 * p, 2 * p + 1, 2 * (count + p), 2 * (count + p) + 1];
                 for (i, (part, grads)) in own.iter().zip(grads).enumerate() {
                     let group = row_groups.as_ref().map(|groups| groups.rows()[i]);
-                    part.add_grads(sweep, grads, [&input, dy], group)?;
+                    part.add_grads(sweep, grads, [&input, dy], group, keys)?;
                 }
             }
             Ok(())

@@ -43,6 +43,22 @@ impl LinearParams {
         })
     }
 
+    /// Adds a sum over rows, the number `key` of the operation, to the gradient of the parameter `id`.
+    pub(super) fn add_sum(
+        &self,
+        sweep: &mut Sweep<'_>,
+        key: usize,
+        id: ParamId,
+        sum: Tensor,
+    ) -> Result<()> {
+        sweep.row_sum(key, id, self.rows.clone(), sum)
+    }
+
+    /// The parameters: weight, and bias if there is one.
+    pub(super) fn ids(&self) -> impl Iterator<Item = ParamId> + use<> {
+        [Some(self.weight), self.bias].into_iter().flatten()
+    }
+
     pub(super) fn add_grad(&self, sweep: &mut Sweep<'_>, id: ParamId, grad: Tensor) -> Result<()> {
         match &self.rows {
             Some(rows) => sweep.param_rows(id, rows.clone(), grad),
@@ -104,24 +120,16 @@ impl Scope<'_> {
         let bias_id = params.bias.filter(|id| self.trains(*id));
         // The input is stored only if the weight needs it for its gradient.
         let kept = self.trains(weight_id).then_some(input);
-        let used: Vec<ParamId> = [Some(weight_id), params.bias]
-            .into_iter()
-            .flatten()
-            .collect();
+        let used: Vec<ParamId> = params.ids().collect();
         let params = params.clone();
         self.record("linear", value, &[x], &used, move |sweep, dy| {
             if let Some(id) = bias_id {
-                let d_bias = sweep.backend().column_sum(&dy)?;
-                params.add_grad(sweep, id, d_bias)?;
+                let d_bias = sweep.column_sum(0, &dy)?;
+                params.add_sum(sweep, 0, id, d_bias)?;
             }
             if let Some(input) = kept {
-                let d_weight = product(
-                    sweep,
-                    (&dy, Transpose::Yes),
-                    (&input, Transpose::No),
-                    DType::F32,
-                )?;
-                params.add_grad(sweep, weight_id, d_weight)?;
+                let d_weight = sweep.weight_gradient(1, &dy, &input)?;
+                params.add_sum(sweep, 1, weight_id, d_weight)?;
             }
             if slot.is_some() {
                 let weight = matrix(&params.select(sweep.weight(weight_id)?)?)?;

@@ -168,6 +168,7 @@ impl Rank {
             stored: &|_| false,
             factor: self.loss_scale() as f32,
             micro_batches: batches.len(),
+            mlp_tiles: None,
         };
         let mut next = |index: usize| {
             let inputs = batches[index].iter().map(SampleInput::from);

@@ -93,6 +93,54 @@ fn recompute_groups_of_layers_do_not_change_the_bits() {
     assert!(screen.contains("--checkpoint-activations all"), "{screen}");
 }
 
+/// Tiles of the feed-forward layers change no bit: with all weights, adapters, adapters beside quantized weights, groups of
+/// layers, and in the layers of every family. A micro-batch has more rows than the smallest tile of the CPU.
+#[test]
+fn tiles_of_feed_forward_layers_do_not_change_the_bits() {
+    let lora = "--lora-rank 2 --lora-dropout 0.5";
+    for (pack, flags) in [
+        (
+            "minicpm-v-2_6",
+            "--nproc 2 --zero 3 --checkpoint-num-layers 2",
+        ),
+        ("minicpm-v-4_5", &*format!("{lora} --quantize nf4")),
+        ("glm-4v-9b", "--precision bf16"),
+        ("glm-4.1v-9b-thinking", lora),
+        ("cogvlm-chat-hf", "--checkpoint-activations none"),
+        (
+            "cogvlm2-llama3-chat-19B",
+            &*format!("{lora} --precision bf16"),
+        ),
+    ] {
+        let site = Site::with_family(pack);
+        let long = site.samples().into_iter().map(|mut sample| {
+            let said = sample["conversations"][1]["content"].as_str().unwrap();
+            sample["conversations"][1]["content"] = said.repeat(30).into();
+            sample
+        });
+        site.write_samples("long", &long.collect::<Vec<_>>());
+        let train = |name: &str, tile: &str| {
+            site.train(&format!(
+                "--data data/long.json --per-device-train-batch-size 3 --max-steps 3 --output {name} {flags} {tile}"
+            ));
+            losses(&site.path(name))
+        };
+        let whole = train("whole", "");
+        assert_eq!(
+            train("tiles", "--mlp-tile-tokens 7"),
+            whole,
+            "{pack} {flags}"
+        );
+        // On the CPU a tile has at most 256 rows.
+        let rows = log_rows(&site.path("tiles"));
+        let tokens = rows.last().unwrap()["total_tokens"].as_u64().unwrap();
+        assert!(tokens > 3 * 2 * 256, "{pack}: {tokens} tokens in 3 steps");
+        // In small models of other families another part of the pass needs most.
+        let peaks = ["tiles", "whole"].map(|run| device_peak(&site, run));
+        assert!(peaks[0] < peaks[1] || pack != "minicpm-v-2_6", "{peaks:?}");
+    }
+}
+
 #[test]
 fn loader_options_and_limits_do_not_change_results() {
     let site = Site::new();

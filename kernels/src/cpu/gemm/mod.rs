@@ -2,7 +2,8 @@
 //!
 //! An element is `from + factor * chain + factor * chain + …`. A chain is a sequence of fused multiply-adds over one
 //! stretch of `k`, in order. Stretches follow in order, and one more fused multiply-add adds each to the element.
-//! Stretches depend on `k` only. So the bits of an element do not depend on the output's size, its position in the
+//! Stretches depend on `k` only. A sum may continue that of earlier parts of `k`, if these end with a stretch of the
+//! whole. So the bits of an element do not depend on the output's size, its position in the
 //! output, the number of threads, or the instruction set.
 //!
 //! Operands are first copied into *panels* and converted to f32; [`pack`] describes the layout. Products of many rows
@@ -39,6 +40,58 @@ pub(crate) struct Product<'a> {
     pub(crate) a: Matrix<'a>,
     pub(crate) b: Matrix<'a>,
     pub(crate) factor: f32,
+    /// Length of `k` from which the stretches follow: that of `a`, or of the whole sum if this is a part of one.
+    pub(crate) whole: usize,
+}
+
+impl<'a> Product<'a> {
+    pub(crate) fn new(a: Matrix<'a>, b: Matrix<'a>, factor: f32) -> Self {
+        let whole = a.cols;
+        Self {
+            a,
+            b,
+            factor,
+            whole,
+        }
+    }
+
+    /// The product as a part of a sum over `whole`.
+    pub(crate) fn part_of(self, whole: usize) -> Self {
+        Self { whole, ..self }
+    }
+
+    fn depth(&self) -> Depth {
+        Depth {
+            k: self.a.cols,
+            whole: self.whole,
+        }
+    }
+}
+
+/// Length `k` of a product, and the length of the whole sum of which it is a part.
+#[derive(Clone, Copy)]
+pub(crate) struct Depth {
+    pub(crate) k: usize,
+    pub(crate) whole: usize,
+}
+
+impl Depth {
+    /// Length of the stretches.
+    fn stretch(self) -> usize {
+        stretch(self.whole)
+    }
+}
+
+impl From<usize> for Depth {
+    fn from(k: usize) -> Self {
+        Self { k, whole: k }
+    }
+}
+
+/// Number of rows of which every part of a sum over `total` rows but the last has a multiple. The parts are whole
+/// stretches, so their sum has the bits of one product.
+pub(crate) fn part_step(total: usize) -> usize {
+    stretch(total).max(1)
 }
 
 /// Output matrix of [`multiply`] in its dtype, with contiguous rows.
@@ -53,7 +106,14 @@ pub(crate) enum Out<'a> {
 }
 
 /// Elements of workspace that [`multiply`] needs for products with these values of `k`.
-pub(crate) fn workspace(m: usize, n: usize, depths: &[usize], out: DType) -> usize {
+pub(crate) fn workspace(
+    m: usize,
+    n: usize,
+    depths: &[impl Into<Depth> + Copy],
+    out: DType,
+) -> usize {
+    let depths: Vec<Depth> = depths.iter().map(|depth| (*depth).into()).collect();
+    let depths = &*depths;
     if m <= FEW_ROWS {
         streamed::space(m, n, depths, out)
     } else {
@@ -145,11 +205,8 @@ pub(crate) fn multiply_here(
     if m == 0 || n == 0 {
         return;
     }
-    let product = Product {
-        a: Matrix::dense(a, m, k),
-        b: Matrix::dense(b, k, n),
-        factor,
-    };
+    let (a, b) = (Matrix::dense(a, m, k), Matrix::dense(b, k, n));
+    let product = Product::new(a, b, factor);
     let start = if accumulate { Start::Out } else { Start::Zero };
     streamed::here(level(), &product, start, dst, space);
 }
@@ -165,9 +222,9 @@ fn stretch(k: usize) -> usize {
         .next_multiple_of(STRETCH_STEP)
 }
 
-/// First element and length of each stretch of `k`. One empty stretch if `k` is 0.
-fn stretches(k: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
-    let step = stretch(k).max(1);
+/// First element and length of each stretch of a sum over `k`, `step` long. One empty stretch if `k` is 0.
+fn stretches(k: usize, step: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let step = step.max(1);
     (0..k.max(1))
         .step_by(step)
         .map(move |first| (first, step.min(k - first)))

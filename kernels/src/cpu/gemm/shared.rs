@@ -5,7 +5,7 @@
 
 use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
 use super::pack::pack;
-use super::{Product, even, stretch, whole_lines};
+use super::{Depth, Product, even, whole_lines};
 use crate::cpu::matrix::narrow;
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
@@ -40,15 +40,16 @@ pub(super) struct Cuts {
     parallel: bool,
 }
 
-/// Length of the runs that `k` is divided into, a multiple of the stretch length.
-fn run_length(k: usize) -> usize {
-    let step = stretch(k).max(1);
+/// Length of the runs that `k` is divided into, a multiple of the stretch length `step`.
+fn run_length(step: usize) -> usize {
+    let step = step.max(1);
     (RUN / step).max(1) * step
 }
 
 impl Cuts {
-    pub(super) fn new(m: usize, n: usize, depths: &[usize], out: DType) -> Self {
-        let runs = depths.iter().map(|k| run_length(*k).min(*k));
+    pub(super) fn new(m: usize, n: usize, depths: &[Depth], out: DType) -> Self {
+        let runs = depths.iter();
+        let runs = runs.map(|depth| run_length(depth.stretch()).min(depth.k));
         let deepest = runs.max().unwrap_or(0);
         let most = if out == DType::F32 {
             usize::MAX
@@ -58,7 +59,7 @@ impl Cuts {
         let rows = even(m, (LEFT / deepest.max(1)).min(most), ROW_STEP);
         let cols = even(n, (RIGHT / deepest.max(1)).min(most), COL_STEP);
         let (rows, cols) = (rows.min(m), cols.min(n));
-        let depth: usize = depths.iter().sum();
+        let depth: usize = depths.iter().map(|depth| depth.k).sum();
         Self {
             rows,
             cols,
@@ -133,7 +134,8 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
     let depths = || {
         products.iter().enumerate().flat_map(|(summand, p)| {
             let k = p.a.cols;
-            ranges(k, run_length(k)).map(move |r| (summand, r, r.first + r.len == k))
+            ranges(k, run_length(p.depth().stretch()))
+                .map(move |r| (summand, r, r.first + r.len == k))
         })
     };
     let mut all: Vec<Run> = Vec::new();
@@ -187,7 +189,7 @@ pub(super) fn run<T: Float>(
     space: &mut [f32],
 ) {
     let (m, n) = (products[0].a.rows, products[0].b.cols);
-    let depths: Vec<usize> = products.iter().map(|p| p.a.cols).collect();
+    let depths: Vec<Depth> = products.iter().map(Product::depth).collect();
     let cuts = Cuts::new(m, n, &depths, T::DTYPE);
     let (left, rest) = space.split_at_mut(cuts.left);
     let (right, rest) = rest.split_at_mut(cuts.right);
@@ -233,7 +235,7 @@ struct Packing {
 
 impl<T: Float> GemmJob<'_, T> {
     fn stretches(&self, run: &Run) -> impl Iterator<Item = Range> + Clone + use<T> {
-        let (step, len) = (stretch(self.products[run.summand].a.cols), run.k.len);
+        let (step, len) = (self.products[run.summand].depth().stretch(), run.k.len);
         ranges(len, step)
     }
 

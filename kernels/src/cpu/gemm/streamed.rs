@@ -4,7 +4,7 @@
 
 use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
 use super::pack::pack;
-use super::{Product, STRETCH, stretches, whole_lines};
+use super::{Depth, Product, STRETCH, stretches, whole_lines};
 use crate::cpu::matrix::narrow;
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
@@ -31,9 +31,9 @@ fn scratch(m: usize, deepest: usize, out: DType) -> usize {
     panel(deepest) + sums
 }
 
-pub(super) fn space(m: usize, n: usize, depths: &[usize], out: DType) -> usize {
-    let depth: usize = depths.iter().sum();
-    let deepest = depths.iter().copied().max().unwrap_or(0);
+pub(super) fn space(m: usize, n: usize, depths: &[Depth], out: DType) -> usize {
+    let depth: usize = depths.iter().map(|depth| depth.k).sum();
+    let deepest = depths.iter().map(|depth| depth.k).max().unwrap_or(0);
     let (_, tasks) = tasks(m.max(1), n, depth);
     left_space(m, depth) + parallel::slots(tasks) * scratch(m, deepest, out)
 }
@@ -66,7 +66,7 @@ fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
             out = &mut out[height * p.a.cols..];
             continue;
         }
-        for (first, depth) in stretches(p.a.cols) {
+        for (first, depth) in stretches(p.a.cols, p.depth().stretch()) {
             let part = p.a.part(0, first, p.a.rows, depth);
             pack(kernel.level, kernel.rows, part, &mut out[first * height..]);
         }
@@ -94,7 +94,7 @@ unsafe fn column(
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
         let in_place = in_place(kernel.level, p);
-        for (at, depth) in stretches(k) {
+        for (at, depth) in stretches(k, p.depth().stretch()) {
             let part = p.b.part(at, col, depth, cols).transposed();
             let place = TileIo::new(to, stride, start, first, col);
             first = false;

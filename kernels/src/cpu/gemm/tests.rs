@@ -1,6 +1,9 @@
 //! Tests of every kernel's bits against the definition of a product, element by element.
 
-use super::{Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, stretches, workspace};
+use super::{
+    Depth, Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, part_step, stretch, stretches,
+    workspace,
+};
 use crate::cpu::matrix::{Floats, narrow};
 use crate::cpu::simd::{Level, level};
 use crate::{DType, Float};
@@ -54,7 +57,7 @@ fn at(x: &Matrix<'_>, row: usize, col: usize) -> f32 {
 fn element(products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
     let mut sum = from;
     for p in products {
-        for (first, len) in stretches(p.a.cols) {
+        for (first, len) in stretches(p.a.cols, stretch(p.whole)) {
             let mut chain = 0.0f32;
             for k in first..first + len {
                 chain = at(&p.a, row, k).mul_add(at(&p.b, k, col), chain);
@@ -81,7 +84,7 @@ fn bits<T: Float>(
     before: &[f32],
     accumulate: bool,
 ) -> Vec<f32> {
-    let depths: Vec<usize> = products.iter().map(|p| p.a.cols).collect();
+    let depths: Vec<Depth> = products.iter().map(Product::depth).collect();
     let (m, n) = (products[0].a.rows, products[0].b.cols);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     pool.expect("threads").install(|| {
@@ -182,10 +185,9 @@ proptest! {
         let products: Vec<Product<'_>> = operands
             .iter()
             .zip(&depths)
-            .map(|((left, right), k)| Product {
-                a: left.matrix(a, m, *k, a_transposed),
-                b: right.matrix(b, *k, n, b_transposed),
-                factor,
+            .map(|((left, right), k)| {
+                let left = left.matrix(a, m, *k, a_transposed);
+                Product::new(left, right.matrix(b, *k, n, b_transposed), factor)
             })
             .collect();
         let bias = Values::new(n, &mut seed).wide;
@@ -200,11 +202,11 @@ fn products_larger_than_one_packed_part_have_the_bits_of_the_definition() {
     let mut seed = 7;
     let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
     for dtype in [DType::F32, DType::BF16] {
-        let product = Product {
-            a: left.matrix(dtype, m, k, false),
-            b: right.matrix(dtype, k, n, true),
-            factor: 0.5,
-        };
+        let (left, right) = (
+            left.matrix(dtype, m, k, false),
+            right.matrix(dtype, k, n, true),
+        );
+        let product = Product::new(left, right, 0.5);
         let before = vec![0.0; m * n];
         for level in levels().into_iter().filter(|l| *l > Level::Portable) {
             let got = bits::<f32>((level, 2), &[product], None, &before, false);
@@ -241,12 +243,43 @@ fn products_of_one_row_have_the_bits_of_the_definition() {
 #[test]
 fn stretches_cover_every_index_of_k_once() {
     for k in [0, 1, 16, 255, 256, 257, 511, 768, 1000, 4097] {
-        let all: Vec<_> = stretches(k).collect();
+        let all: Vec<_> = stretches(k, stretch(k)).collect();
         assert_eq!(all.iter().map(|s| s.1).sum::<usize>(), k);
         assert!(
             all.iter()
                 .all(|(first, len)| first % STRETCH_STEP == 0 && *len <= STRETCH)
         );
         assert!(all.windows(2).all(|w| w[0].0 + w[0].1 == w[1].0));
+    }
+}
+
+/// Sums over parts of `k` continue each other, with few rows and with many.
+#[test]
+fn parts_of_a_sum_have_the_bits_of_the_whole() {
+    let mut seed = 11;
+    for (m, n, k) in [(5, 70, 600), (50, 70, 600), (30, 20, 2500)] {
+        let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
+        let (a, b) = (
+            left.matrix(DType::BF16, m, k, true),
+            right.matrix(DType::F32, k, n, false),
+        );
+        let before = vec![0.0; m * n];
+        let want = bits::<f32>(
+            (level(), 2),
+            &[Product::new(a, b, 0.3)],
+            None,
+            &before,
+            false,
+        );
+        for tile in [1, 2, 3].map(|steps| steps * part_step(k)) {
+            let mut sum = before.clone();
+            for first in (0..k).step_by(tile) {
+                let len = tile.min(k - first);
+                let (a, b) = (a.part(0, first, m, len), b.part(first, 0, len, n));
+                let part = Product::new(a, b, 0.3).part_of(k);
+                sum = bits::<f32>((level(), 2), &[part], None, &sum, first > 0);
+            }
+            assert!(sum == want, "[{m}, {k}] @ [{k}, {n}] in tiles of {tile}");
+        }
     }
 }

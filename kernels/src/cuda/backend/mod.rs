@@ -45,10 +45,10 @@ use super::ops::{attention, cast, unpack, workspace::Workspace};
 use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
 };
 use crate::check;
-use crate::error::{KernelError, Result};
+use crate::error::{KernelError, Result, shape_error};
 use crate::grouped::GroupedMatmulArgs;
 use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
@@ -907,7 +907,28 @@ impl Backend for CudaBackend {
     }
 
     fn matmul(&self, args: MatmulArgs<'_>) -> Result<Tensor> {
-        self.matmul_op(&args, check::matmul(&args)?)
+        self.matmul_op(&args, check::matmul(&args)?, None)
+    }
+
+    fn matmul_part(
+        &self,
+        args: MatmulArgs<'_>,
+        sum: Option<Tensor>,
+        part: SumPart,
+    ) -> Result<Tensor> {
+        const OP: &str = "matmul_part";
+        let sizes = check::matmul(&args)?;
+        check::part(OP, part, sizes.k, 1, sum.is_some())?;
+        let shape = Shape::new(&[sizes.m, sizes.n]);
+        if let Some(sum) = sum.as_ref().filter(|sum| sum.shape() != shape) {
+            return shape_error(OP, format!("sum {} for {shape}", sum.shape()));
+        }
+        let out = DType::F32;
+        let sum = sum.map(|sum| match sum.is_sole() {
+            true => Ok(sum),
+            false => self.copy_of(OP, &sum, Tag::Activations),
+        });
+        self.matmul_op(&MatmulArgs { out, ..args }, sizes, sum.transpose()?)
     }
 
     fn column_sum(&self, x: &Tensor) -> Result<Tensor> {

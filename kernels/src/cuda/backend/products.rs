@@ -8,11 +8,11 @@ use crate::check::{LoraSizes, Sizes};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{LibraryUse, Multiply, WORKSPACE_BYTES};
 use crate::cuda::ops::lora_linear::{Gradients, LoraLinear};
-use crate::cuda::ops::pointwise::Dropped;
+use crate::cuda::ops::pointwise::{self, Dropped};
 use crate::cuda::ops::product::{Product, Term};
 use crate::cuda::ops::workspace::Workspace;
 use crate::error::Result;
-use crate::{Backend, DType, Tensor};
+use crate::{Backend, DType, Tag, Tensor};
 
 /// The dtype of all operands if they share one, otherwise f32, to which every other is widened without loss.
 pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DType {
@@ -123,7 +123,13 @@ impl CudaBackend {
         Ok(true)
     }
 
-    pub(super) fn matmul_op(&self, args: &MatmulArgs<'_>, sizes: Sizes) -> Result<Tensor> {
+    /// The product, or `sum` with the product added in place. `sum` is f32 `[m, n]`, as the result then is.
+    pub(super) fn matmul_op(
+        &self,
+        args: &MatmulArgs<'_>,
+        sizes: Sizes,
+        sum: Option<Tensor>,
+    ) -> Result<Tensor> {
         const OP: &str = "matmul";
         let Sizes { m, n, k } = sizes;
         let dtype = common([args.a, args.b].into_iter().chain(args.bias));
@@ -132,7 +138,10 @@ impl CudaBackend {
         let bias = args.bias.map(|x| self.operand(OP, x, dtype)).transpose()?;
         // A product is stored in its operands' dtype or in f32.
         let stored = if args.out == dtype { dtype } else { DType::F32 };
-        let y = self.output([m, n], stored)?;
+        let y = match sum.is_some() {
+            true => self.uninit([m, n], stored, Tag::Workspace)?,
+            false => self.output([m, n], stored)?,
+        };
         let (transpose_a, transpose_b) = (
             args.transpose_a == Transpose::Yes,
             args.transpose_b == Transpose::No,
@@ -161,8 +170,17 @@ impl CudaBackend {
             y: self.address(OP, &y)?,
             y_line: n,
         };
-        self.product(OP, &product)?;
-        self.cast(&y, args.out)
+        let Some(sum) = sum else {
+            self.product(OP, &product)?;
+            return self.cast(&y, args.out);
+        };
+        let to = self.address(OP, &sum)?;
+        if !self.product_added_to(OP, &product, to)? {
+            let n = (m * n) as u64;
+            let launch = pointwise::add(DType::F32, to, product.y, to, n);
+            self.run_some(OP, launch.map(|launch| [launch]))?;
+        }
+        Ok(sum)
     }
 
     /// The layer in one dtype, with the tensors of its addresses.

@@ -160,11 +160,16 @@ impl CudaBackend {
         rows: Option<&Tensor>,
     ) -> Result<()> {
         let numbers = numbers(op, index, out.dim(0))?;
-        let last: BTreeMap<i32, i32> = numbers.into_iter().zip(0..).collect();
-        if last.is_empty() {
+        if numbers.is_empty() {
             return Ok(());
         }
-        let (to, from): (Vec<i32>, Vec<i32>) = last.into_iter().unzip();
+        let (to, from): (Vec<i32>, Vec<i32>) = match numbers.is_sorted_by(|a, b| a < b) {
+            true => (numbers.clone(), (0..).take(numbers.len()).collect()),
+            false => {
+                let last: BTreeMap<i32, i32> = numbers.into_iter().zip(0..).collect();
+                last.into_iter().unzip()
+            }
+        };
         let (to_rows, from_rows) = (self.integers(op, &to)?, self.integers(op, &from)?);
         let launch = rows::put_rows(
             rows.map_or(Ok(Address::NULL), |rows| self.address(op, rows))?,

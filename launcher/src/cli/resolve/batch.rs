@@ -7,6 +7,7 @@ use crate::config::{BatchConfig, Recompute};
 use crate::error::Failure;
 use crate::lang::{Text, both, text};
 use crate::rank_env::Env;
+use std::num::NonZeroUsize;
 
 /// Resolves the flags of batches.
 pub(super) fn resolve(
@@ -248,6 +249,20 @@ pub(super) fn num_layers(args: &Args) -> Result<usize, Failure> {
         )));
     }
     Ok(layers)
+}
+
+/// Tokens of a tile of the feed-forward layers.
+pub(super) fn tile_tokens(args: &Args) -> Result<Option<NonZeroUsize>, Failure> {
+    let zero = || {
+        out_of_range(
+            "--mlp-tile-tokens 0",
+            both("must be at least 1", "必须至少为 1"),
+        )
+    };
+    let tokens = args.mlp_tile_tokens;
+    tokens
+        .map(|tokens| NonZeroUsize::new(tokens).ok_or_else(zero))
+        .transpose()
 }
 
 #[cfg(test)]

@@ -151,6 +151,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         length: length(args, defaults, &mut notes)?,
         checkpoint_activations: batch::recompute(args)?,
         checkpoint_num_layers: batch::num_layers(args)?,
+        mlp_tile_tokens: batch::tile_tokens(args)?,
         batch: batch::resolve(args, env, defaults, world_size / mp_size, &mut notes)?,
         optimizer: optimizer(args, defaults, &mut notes)?,
         trainable: trainable::resolve(args, &mut notes)?,
@@ -899,6 +900,10 @@ impl RunConfig {
         flags.push(("checkpoint-activations", towers));
         let layers = self.checkpoint_num_layers.to_string();
         flags.push(("checkpoint-num-layers", layers));
+        flags.extend(
+            self.mlp_tile_tokens
+                .map(|tokens| ("mlp-tile-tokens", tokens.to_string())),
+        );
         flags.extend(
             self.host_memory_limit
                 .map(|bytes| ("host-memory-limit", bytes.to_string())),

@@ -244,6 +244,7 @@ fn as_json(
         "late_step": planned.plan.updates_in_forward(),
         "checkpoint_activations": config.checkpoint_activations.to_string(),
         "checkpoint_num_layers": config.checkpoint_num_layers,
+        "mlp_tile_tokens": config.mlp_tile_tokens,
         "sample": if planner.makes_up_samples() { "made-up" } else { "data" },
         "bytes_per_rank": planned.memory.phases,
         "peak_bytes_per_rank": planned.memory.peak,

@@ -12,7 +12,9 @@ use crate::config::{
 use crate::error::Failure;
 use crate::model::optimizer::rule;
 use crate::plan::Settled;
-use crate::plan::suggestion::{adapters_alone, adapters_instead, changed, four_bits, is_plain};
+use crate::plan::suggestion::{
+    adapters_alone, adapters_instead, changed, four_bits, is_plain, mlp_tiles,
+};
 use optim::Optimizer as _;
 
 /// Command-line flags as (name without `--`, value).
@@ -31,6 +33,9 @@ const ADAPTERS_ALONE: u32 = 7;
 
 /// Cost of storing the frozen weights beside adapters in 4 bits: more than an offload of the optimizer's states.
 const QUANTIZED: u32 = 12;
+
+/// Cost of computing the feed-forward layers in tiles, which is searched where no other layout fits.
+const TILES: u32 = 6;
 
 /// Most proposals for one run.
 const MOST: usize = 2;
@@ -209,7 +214,7 @@ fn layouts(planner: &Planner, config: &RunConfig) -> Choices {
 }
 
 /// Finds the changes of `config` with the lowest cost that fit the machine, the lowest first: at most one that keeps what
-/// is trained, and one that trains adapters alone or quantizes the frozen weights. Only if none fits, another change of the
+/// is trained (with tiles of the feed-forward layers if nothing else fits), and one that trains adapters alone or quantizes the frozen weights. Only if none fits, another change of the
 /// result.
 ///
 /// # Errors
@@ -221,7 +226,11 @@ pub(super) fn nearest(planner: &Planner, config: &RunConfig) -> Result<Vec<Propo
         if cost > QUANTIZED && !found.is_empty() || found.len() == MOST {
             break;
         }
-        found.extend(first_that_fits(planner, config, (cost, &result), &layouts)?);
+        let mut fits = first_that_fits(planner, config, (cost, &result), &layouts)?;
+        if let (None, 0, Some(tiles)) = (&fits, cost, mlp_tiles(config)) {
+            fits = first_that_fits(planner, config, (TILES, &tiles), &layouts)?;
+        }
+        found.extend(fits);
     }
     found.sort_by_key(|proposal| proposal.cost);
     Ok(found)

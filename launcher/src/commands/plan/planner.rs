@@ -1,7 +1,7 @@
 //! Planner for configurations that differ in flags, with the user's samples or an artificial one.
 
 use crate::cli::PlanArgs;
-use crate::config::{Found, RunConfig, RunPlan};
+use crate::config::{Found, RunConfig, RunPlan, Strategy};
 use crate::data::check::{fill, largest};
 use crate::data::{SampleSet, Sampler};
 use crate::error::failures::unusable;
@@ -45,6 +45,8 @@ pub(super) struct Planner {
     /// The video of the artificial sample, which has an image otherwise.
     video: Option<VideoBounds>,
     weights: Option<WeightSource>,
+    /// Whether the artificial sample is also evaluated.
+    evaluates: bool,
 }
 
 impl Planner {
@@ -76,6 +78,7 @@ impl Planner {
             samples,
             video: video(config, args, has_data)?,
             weights,
+            evaluates: args.run.eval_strategy != Some(Strategy::No),
         })
     }
 
@@ -199,7 +202,7 @@ impl Planner {
         };
         let work = Work {
             train: &train,
-            held_out: Some(HeldOut {
+            held_out: self.evaluates.then(|| HeldOut {
                 longest: &train[..1],
                 prompts: vec![prompt],
             }),

@@ -1,6 +1,7 @@
 //! Training on the emulated GPU. Losses, gradients and weights after a step are those of the CPU, up to the order of
 //! sums.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -83,6 +84,8 @@ pub struct How {
     pub skipped: Option<usize>,
     /// Gradient norm for clipping.
     pub max_grad_norm: Option<f32>,
+    /// Rows of a tile of the feed-forward layers. On the CPU, tiles are longer than the samples.
+    pub tile: Option<NonZeroUsize>,
 }
 
 impl How {
@@ -102,6 +105,7 @@ impl How {
             updates: Updates::Behind,
             skipped: None,
             max_grad_norm: None,
+            tile: None,
         }
     }
 }
@@ -152,6 +156,7 @@ pub fn train(
         zero.begin_pass(PassKind::Train);
         let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
         let tape = Tape::training(&zero).with_recompute_check(how.check);
+        let tape = tape.with_mlp_tiles(how.tile);
         let loss = model.forward(&tape, &batch)?;
         let fetch = loss.fetch()?;
         let skipped = how.skipped == Some(pass);
@@ -215,6 +220,20 @@ fn packed_weights_agree_with_the_cpu() -> Result<()> {
         let mut how = How::new(precision);
         (how.packed, how.weights) = (true, weights);
         agree_how("glm-4.1v-9b-thinking", how)?;
+    }
+    Ok(())
+}
+
+/// Feed-forward layers in tiles of a few rows agree with the CPU: the gradients of weights and biases, and of adapters.
+#[test]
+fn tiles_of_feed_forward_layers_agree_with_the_cpu() -> Result<()> {
+    for (family, precision, adapters, tile) in [
+        ("glm-4.1v-9b-thinking", Precision::F32, false, 7),
+        ("cogvlm2-llama3-chat-19B", Precision::Bf16, true, 5),
+    ] {
+        let mut how = How::new(precision);
+        (how.adapters, how.tile) = (adapters, NonZeroUsize::new(tile));
+        agree_how(family, how)?;
     }
     Ok(())
 }
