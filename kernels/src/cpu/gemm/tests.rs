@@ -229,10 +229,9 @@ fn products_of_one_row_have_the_bits_of_the_definition() {
             let (left, right) = (Values::new(k, &mut seed), Values::new(k * n, &mut seed));
             let bias = Values::new(n, &mut seed).wide;
             for dtype in [DType::F32, DType::BF16, DType::F16] {
-                let product = |factor| Product {
-                    a: left.matrix(dtype, 1, k, false),
-                    b: right.matrix(dtype, k, n, true),
-                    factor,
+                let product = |factor| {
+                    let a = left.matrix(dtype, 1, k, false);
+                    Product::new(a, right.matrix(dtype, k, n, true), factor)
                 };
                 check(&[product(1.0), product(-0.5)], Some(&bias), dtype, false);
             }
