@@ -61,6 +61,9 @@ pub struct DataCheckArgs {
     /// Samples per rank and micro-batch, for the balance
     #[arg(long, value_name = "N")]
     pub per_device_train_batch_size: Option<usize>,
+    /// Fill each micro-batch with samples of at most N tokens together, for the balance
+    #[arg(long, value_name = "N")]
+    pub tokens_per_batch: Option<usize>,
     /// Micro-batches per optimizer update, for the balance
     #[arg(long, value_name = "N")]
     pub gradient_accumulation_steps: Option<usize>,

@@ -185,7 +185,11 @@ pub(crate) fn largest(
 ) -> Result<Vec<EncodedSample>, Failure> {
     let options = encode_options(config);
     if let Some(most) = config.batch.tokens_per_batch {
-        check_budget(set, most)?;
+        let longest = (0..set.sizes.len()).max_by_key(|i| set.sizes[*i].tokens);
+        check_budget(
+            most,
+            longest.map(|i| (set.index_in_file(i), set.sizes[i].tokens)),
+        )?;
         let sampler = Sampler::of(config, set, &first_samples(config, set));
         let patches =
             |batch: &Vec<usize>| batch.iter().map(|i| set.sizes[*i].patches).sum::<usize>();
@@ -228,17 +232,11 @@ pub(crate) fn fill(samples: &mut Vec<EncodedSample>, most: usize, longest: usize
     }
 }
 
-/// Fails if a sample alone has more than `most` tokens.
-fn check_budget(set: &SampleSet, most: usize) -> Result<(), Failure> {
-    let tokens = |i: &usize| set.sizes[*i].tokens;
-    let Some(longest) = (0..set.sizes.len()).max_by_key(tokens) else {
+/// Fails if the longest sample alone, given by its index in the file and its tokens, has more than `most` tokens.
+pub(crate) fn check_budget(most: usize, longest: Option<(usize, usize)>) -> Result<(), Failure> {
+    let Some((index, tokens)) = longest.filter(|(_, tokens)| *tokens > most) else {
         return Ok(());
     };
-    let tokens = tokens(&longest);
-    if tokens <= most {
-        return Ok(());
-    }
-    let index = set.index_in_file(longest);
     Err(Failure::new(
         ErrorCode::Samples,
         text!(

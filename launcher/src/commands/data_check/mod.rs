@@ -17,7 +17,8 @@ use rayon::prelude::*;
 
 use crate::cli::{Args, DataCheckArgs, resolve};
 use crate::config::RunConfig;
-use crate::data::check::encode_options;
+use crate::data::budget::Until;
+use crate::data::check::{check_budget, encode_options};
 use crate::data::files::{DataFile, Places, mix_of};
 use crate::data::images::{self, ImageCheck};
 use crate::data::problems::{self, Context, Kind, Problem};
@@ -26,7 +27,7 @@ use crate::error::failures::{check_directory, unusable};
 use crate::error::{ErrorCode, Failure, output};
 use crate::rank_env::{Env, Variables};
 use report::{Answers, Images, Length, Rendered, Report, Sized};
-use statistics::{Spread, balance};
+use statistics::{Batches, Spread, balance};
 
 /// Number of longest samples listed.
 const LONGEST: usize = 5;
@@ -63,7 +64,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
         ..ImageCheck::here(&mut progress)
     };
     (data.images, _) = images::check(&data.samples, &data.images, &file, &mut images)?;
-    let mut report = check(&config, &file, &data, &*processor);
+    let mut report = check(&config, &file, &data, &*processor)?;
     if let Some(directory) = &args.output {
         std::fs::create_dir_all(directory).map_err(|error| {
             Failure::io(ErrorCode::Disk, both("make", "创建"), directory, &error)
@@ -130,6 +131,7 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
         max_slice_nums: args.max_slice_nums,
         nproc: args.nproc,
         per_device_train_batch_size: args.per_device_train_batch_size,
+        tokens_per_batch: args.tokens_per_batch,
         gradient_accumulation_steps: args.gradient_accumulation_steps,
         seed: args.seed,
         ..Args::default()
@@ -164,7 +166,12 @@ struct Measured {
     answers: Answers,
 }
 
-fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Processor) -> Report {
+fn check(
+    config: &RunConfig,
+    file: &Path,
+    data: &ReadSamples,
+    processor: &dyn Processor,
+) -> Result<Report, Failure> {
     let ReadSamples {
         samples,
         images,
@@ -187,6 +194,10 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
             Some(measure(*index, &samples[*index], &tokens, turn_end))
         })
         .collect();
+    if let Some(most) = config.batch.tokens_per_batch {
+        let longest = measured.iter().max_by_key(|m| m.tokens);
+        check_budget(most, longest.map(|m| (m.index, m.tokens)))?;
+    }
     let mix = mix_of(files, measured.iter().map(|m| m.index));
     let context = Context {
         path: file,
@@ -197,7 +208,7 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         options: &options,
     };
     let with_images = samples.iter().filter(|s| !s.images.is_empty()).count();
-    Report {
+    Ok(Report {
         file: file.to_owned(),
         files: files.clone(),
         samples: samples.len(),
@@ -228,7 +239,7 @@ fn check(config: &RunConfig, file: &Path, data: &ReadSamples, processor: &dyn Pr
         next: next(&context, &problems),
         problems,
         written_to: None,
-    }
+    })
 }
 
 fn measure(index: usize, sample: &RawSample, tokens: &SampleTokens, turn_end: i32) -> Measured {
@@ -314,12 +325,18 @@ fn balance_of(config: &RunConfig, measured: &[Measured], mix: Mix) -> statistics
         accumulation_steps: batch.accumulation_steps,
     };
     let tokens: Vec<usize> = measured.iter().map(|m| m.tokens).collect();
-    let shape = (ranks, batch.micro_batch, batch.accumulation_steps);
-    balance(
-        &Sampler::new(sizes, config.seed).mixing(mix),
-        &tokens,
-        shape,
-    )
+    let mut sampler = Sampler::new(sizes, config.seed).mixing(mix);
+    if let Some(most) = batch.tokens_per_batch {
+        let epoch = Until::Samples(sizes.samples as u64);
+        sampler = sampler.filling(most, tokens.clone(), epoch);
+    }
+    let batches = Batches {
+        ranks,
+        micro_batch: batch.micro_batch,
+        tokens_per_batch: batch.tokens_per_batch,
+        accumulation_steps: batch.accumulation_steps,
+    };
+    balance(&sampler, &tokens, batches)
 }
 
 /// The first usable sample with an image, else the first usable one.

@@ -220,20 +220,7 @@ impl Report {
             );
         }
         if let Some(balance) = &self.balance {
-            add(
-                both("balance", "均衡"),
-                &text!(
-                    "{} ranks x micro-batch {} x accumulation {}: {} steps per epoch; most loaded rank {:.2} x the mean, {:.2} x in the worst step ({})",
-                    "{} 个 rank x 微批 {} x 累积 {}：每个 epoch {} 步；负载最大的 rank 为平均值的 {:.2} 倍，最差的一步为 {:.2} 倍（第 {} 步）",
-                    balance.ranks,
-                    balance.micro_batch,
-                    balance.accumulation_steps,
-                    grouped(balance.steps_per_epoch),
-                    balance.mean_imbalance,
-                    balance.worst_imbalance,
-                    balance.worst_step
-                ),
-            );
+            add(both("balance", "均衡"), &balance_line(balance));
         }
         if let Some(sample) = &self.rendered {
             let id = sample.id.as_deref().unwrap_or("-");
@@ -356,5 +343,26 @@ fn spread(spread: &Spread) -> Text {
         number(spread.p50),
         number(spread.p95),
         number(spread.max)
+    )
+}
+
+fn balance_line(balance: &Balance) -> Text {
+    let (batches, steps) = (&balance.batches, grouped(balance.steps_per_epoch));
+    let micro_batch = match (batches.tokens_per_batch, balance.fill) {
+        (Some(most), Some(fill)) => text!(
+            "micro-batches of {most} tokens ({:.0} % filled)",
+            "每个微批 {most} 个 token（填满 {:.0} %）",
+            100.0 * fill
+        ),
+        _ => text!("micro-batch {}", "微批 {}", batches.micro_batch),
+    };
+    text!(
+        "{} ranks x {micro_batch} x accumulation {}: {steps} steps per epoch; most loaded rank {:.2} x the mean, {:.2} x in the worst step ({})",
+        "{} 个 rank x {micro_batch} x 累积 {}：每个 epoch {steps} 步；负载最大的 rank 为平均值的 {:.2} 倍，最差的一步为 {:.2} 倍（第 {} 步）",
+        batches.ranks,
+        batches.accumulation_steps,
+        balance.mean_imbalance,
+        balance.worst_imbalance,
+        balance.worst_step
     )
 }

@@ -33,12 +33,23 @@ impl Spread {
     }
 }
 
+/// Micro-batches of an update.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct Batches {
+    pub(super) ranks: usize,
+    pub(super) micro_batch: usize,
+    /// Most tokens of a micro-batch (`--tokens-per-batch`), if they fill it instead of a number of samples.
+    pub(super) tokens_per_batch: Option<usize>,
+    pub(super) accumulation_steps: usize,
+}
+
 /// How evenly one epoch's tokens are divided among the ranks, in the sampler's order.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Balance {
-    pub(super) ranks: usize,
-    pub(super) micro_batch: usize,
-    pub(super) accumulation_steps: usize,
+    #[serde(flatten)]
+    pub(super) batches: Batches,
+    /// Mean share of `tokens_per_batch` that the micro-batches have.
+    pub(super) fill: Option<f64>,
     pub(super) steps_per_epoch: u64,
     /// Tokens of the rank with the most, divided by the mean of the ranks, averaged over the steps. A step takes
     /// longer by about this factor.
@@ -51,27 +62,32 @@ pub(super) struct Balance {
 }
 
 /// Computes the balance for samples whose lengths are `tokens`, in the order of `sampler`.
-pub(super) fn balance(
-    sampler: &Sampler,
-    tokens: &[usize],
-    (ranks, micro_batch, accumulation_steps): (usize, usize, usize),
-) -> Balance {
+pub(super) fn balance(sampler: &Sampler, tokens: &[usize], batches: Batches) -> Balance {
+    let ranks = batches.ranks;
     let steps = sampler.steps_per_epoch().max(1);
-    let imbalance = |step: u64| {
+    let loads = |step: u64| -> Vec<usize> {
         let of_rank = |rank: usize| -> usize {
-            let micro = 0..accumulation_steps as u64;
+            let micro = 0..batches.accumulation_steps as u64;
             micro
                 .flat_map(|micro| sampler.indices(step, micro, rank))
                 .map(|index| tokens[index])
                 .sum()
         };
-        let loads: Vec<usize> = (0..ranks).map(of_rank).collect();
+        (0..ranks).map(of_rank).collect()
+    };
+    let imbalance = |step: u64| {
+        let loads = loads(step);
         let mean = loads.iter().sum::<usize>() as f64 / ranks as f64;
         loads
             .iter()
             .max()
             .map_or(1.0, |most| *most as f64 / mean.max(1.0))
     };
+    let fill = batches.tokens_per_batch.map(|most| {
+        let all: usize = (0..steps).flat_map(loads).sum();
+        let micro_batches = steps * (ranks * batches.accumulation_steps) as u64;
+        all as f64 / (micro_batches as f64 * most as f64)
+    });
     let all: Vec<f64> = (0..steps).map(imbalance).collect();
     let (worst_step, worst_imbalance) =
         all.iter()
@@ -85,9 +101,8 @@ pub(super) fn balance(
                 }
             });
     Balance {
-        ranks,
-        micro_batch,
-        accumulation_steps,
+        batches,
+        fill,
         steps_per_epoch: steps,
         mean_imbalance: all.iter().sum::<f64>() / steps as f64,
         worst_imbalance,
@@ -99,6 +114,7 @@ pub(super) fn balance(
 mod tests {
     use super::*;
     use crate::data::SamplerSizes;
+    use crate::data::budget::Until;
 
     #[test]
     fn percentiles_use_the_nearest_rank() {
@@ -120,14 +136,35 @@ mod tests {
             micro_batch: 1,
             accumulation_steps: 2,
         };
+        let batches = Batches {
+            ranks: 2,
+            micro_batch: 1,
+            tokens_per_batch: None,
+            accumulation_steps: 2,
+        };
         let sampler = Sampler::new(sizes, 42);
-        let even = balance(&sampler, &[10; 8], (2, 1, 2));
+        let even = balance(&sampler, &[10; 8], batches);
         assert_eq!((even.steps_per_epoch, even.mean_imbalance), (2, 1.0));
         let mut tokens = [10; 8];
         tokens[3] = 170;
-        let uneven = balance(&sampler, &tokens, (2, 1, 2));
+        let uneven = balance(&sampler, &tokens, batches);
         // A long and a short sample on one rank, two short ones on the other: 180 against a mean of 100.
         assert!((uneven.worst_imbalance - 1.8).abs() < 1e-12, "{uneven:?}");
         assert!((uneven.mean_imbalance - 1.4).abs() < 1e-12, "{uneven:?}");
+        assert_eq!(uneven.fill, None);
+        // Of 240 tokens, a budget of 170 leaves the long sample alone on one rank.
+        let batches = Batches {
+            tokens_per_batch: Some(170),
+            accumulation_steps: 1,
+            ..batches
+        };
+        let sizes = SamplerSizes {
+            accumulation_steps: 1,
+            ..sizes
+        };
+        let sampler = Sampler::new(sizes, 42).filling(170, tokens.to_vec(), Until::Samples(8));
+        let filled = balance(&sampler, &tokens, batches);
+        assert_eq!(filled.steps_per_epoch, 1);
+        assert_eq!(filled.fill, Some(240.0 / 340.0));
     }
 }
