@@ -102,8 +102,9 @@ fn variables_are_explained_and_secrets_hidden() {
         "PYTORCH_CUDA_ALLOC_CONF",
         "max_split_size_mb:128",
         "instead: --device-memory-limit",
-        "instead: --nproc N --zero 3",
-        "these variables are set but have no effect here: MP_SIZE, NUM_GPUS_PER_WORKER, PYTORCH_CUDA_ALLOC_CONF",
+        "pipeline stages that divide the layers, as --mp-size",
+        "ranks on each machine, as --nproc",
+        "these variables are set but have no effect here: PYTORCH_CUDA_ALLOC_CONF",
     ] {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
