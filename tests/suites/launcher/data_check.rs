@@ -44,7 +44,10 @@ fn data_check_describes_a_good_file() {
     let line = "data/samples.json --model model --tokens-per-batch";
     let (code, text) = check(&site, &format!("{line} 200"));
     assert_eq!(code, Some(0), "{text}");
-    assert_says(&text, &[" balance  2 ranks x micro-batches of 200 tokens ("]);
+    assert_says(
+        &text,
+        &[" balance  2 ranks x micro-batches of 200 tokens ("],
+    );
     let (code, text) = check(&site, &format!("{line} 3"));
     assert_eq!(code, Some(3), "{text}");
     assert_says(&text, &["more tokens than --tokens-per-batch 3"]);

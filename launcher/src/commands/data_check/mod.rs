@@ -17,7 +17,7 @@ use rayon::prelude::*;
 
 use crate::cli::{Args, DataCheckArgs, resolve};
 use crate::config::RunConfig;
-use crate::data::budget::Until;
+use crate::data::Until;
 use crate::data::check::{check_budget, encode_options};
 use crate::data::files::{DataFile, Places, mix_of};
 use crate::data::images::{self, ImageCheck};

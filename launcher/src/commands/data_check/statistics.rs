@@ -114,7 +114,7 @@ pub(super) fn balance(sampler: &Sampler, tokens: &[usize], batches: Batches) -> 
 mod tests {
     use super::*;
     use crate::data::SamplerSizes;
-    use crate::data::budget::Until;
+    use crate::data::Until;
 
     #[test]
     fn percentiles_use_the_nearest_rank() {
