@@ -334,7 +334,7 @@ fn a_signal_ends_an_answer_of_several_ranks() {
     let pid = child.id().to_string();
     assert!(
         Command::new("kill")
-            .args(["-INT", &pid])
+            .args(["-TERM", &pid])
             .status()
             .unwrap()
             .success()
