@@ -522,7 +522,7 @@ mod tests {
                                 |_: Sent<'_>| -> Result<(), CommError> { panic!("a value") };
                             mesh.receive(Neighbor::Next, nothing).expect("received");
                         }
-                        // A stage of its own pace: the groups share no sequence.
+                        // Later stages run more collectives: each group has its own order of them.
                         for _ in 0..at.stage {
                             let tag = Tag::new("data", turn);
                             let all = mesh.data().all_gather_f64(&[at.stage as f64], tag);

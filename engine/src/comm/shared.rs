@@ -289,7 +289,8 @@ impl SharedMap {
     }
 }
 
-/// Opens the maps of one shared file for writing. Every rank must call it with all its maps of that file.
+/// Lets this rank write its part of the maps, once no rank reads them any more. Every rank must call it with all its maps
+/// of one file.
 ///
 /// # Errors
 /// Those of a dead communicator.
@@ -302,7 +303,7 @@ pub(crate) fn open_maps(
     Ok(())
 }
 
-/// Closes the maps of one shared file after all ranks have written. Every rank must call it, as [`open_maps`].
+/// Ends writing: after all ranks have written, all may read. Every rank must call it, as [`open_maps`].
 ///
 /// # Errors
 /// Those of a dead communicator.

@@ -2,8 +2,8 @@
 //!
 //! Device memory is a block of the device's pool, or resident memory of a discrete device. The host reads and
 //! writes resident memory through copies; the device computes with it directly. Host memory is a private
-//! anonymous memory map, or a range of memory that all ranks map; it is counted in the host pool. Spilled memory is an extent of a spill file, accessed in
-//! chunks that are prefetched and written asynchronously.
+//! anonymous memory map, or a range of memory that all ranks map; it is counted in the host pool. Spilled memory is an
+//! extent of a spill file, accessed in chunks that are prefetched and written asynchronously.
 
 use super::counters::{Count, Counters};
 use super::parallel;

@@ -141,50 +141,17 @@ mod check_02_sizes_that_do_not_divide {
 /// Delays of any length between collectives change no bit.
 mod check_05_delays {
     use super::{Case, Offload, engine_for, load_initial, run_world, toy, train, weight_bits};
-    use engine::comm::{Buffer, Collective, CommError, Communicator, Ticket, WindowUsage, World};
+    use crate::toy::hooked::Hooked;
+    use engine::comm::Collective;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
-    use std::time::Duration;
 
-    /// Lets other threads run for a while before some collectives begin; how long follows from the seed.
-    #[derive(Debug)]
-    struct Delayed {
-        inner: Arc<dyn Communicator>,
-        seed: AtomicU64,
-    }
-
-    impl Communicator for Delayed {
-        fn world(&self) -> World {
-            self.inner.world()
-        }
-        fn alloc(&self, bytes: usize) -> Result<Buffer, CommError> {
-            self.inner.alloc(bytes)
-        }
-        fn start(&self, op: Collective, buffer: Buffer) -> Result<Ticket, CommError> {
-            let step = |s: u64| s.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let seed = self
-                .seed
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |s| Some(step(s)));
-            for _ in 0..seed.unwrap() >> 58 {
-                std::thread::yield_now();
-            }
-            self.inner.start(op, buffer)
-        }
-        fn abort(&self, reason: &str) {
-            self.inner.abort(reason);
-        }
-        fn failure(&self) -> Option<CommError> {
-            self.inner.failure()
-        }
-        fn memory(&self) -> WindowUsage {
-            self.inner.memory()
-        }
-        fn deadline(&self) -> Duration {
-            self.inner.deadline()
-        }
-
-        fn time_spent(&self) -> Duration {
-            self.inner.time_spent()
+    /// Lets other threads run for a while; how long follows from `seed`.
+    fn delay(seed: &AtomicU64) {
+        let step = |s: u64| s.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let seed = seed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |s| Some(step(s)));
+        for _ in 0..seed.unwrap() >> 58 {
+            std::thread::yield_now();
         }
     }
 
@@ -198,7 +165,8 @@ mod check_05_delays {
             let finals = run_world(3, |inner| {
                 let rank = inner.world().rank as u64;
                 let seed = AtomicU64::new((seed * 3 + rank) << 40 | 0x9e37_79b9);
-                let comm = Arc::new(Delayed { inner, seed });
+                let before = move |_: &Collective| delay(&seed);
+                let comm = Arc::new(Hooked { inner, before });
                 let mut zero = engine_for(&case, comm).unwrap();
                 load_initial(&mut zero);
                 for step in 0..case.steps {

@@ -1,9 +1,8 @@
 //! Frozen weights that the ranks of one machine store once: no gather, one copy in memory and on disk, the same bits.
 
+use crate::toy::hooked::Hooked;
 use crate::toy::{self, Case, engine_for, load_initial, run_world, train_step, weight_bits};
-use engine::comm::{
-    Buffer, Collective, CommError, Communicator, Tag as CommTag, Ticket, WindowUsage, World, shm,
-};
+use engine::comm::{Collective, CommError, Communicator, Tag as CommTag, World, shm};
 use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,
     Plan, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
@@ -14,39 +13,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-/// Counts the collectives that a rank starts, by tag.
-#[derive(Debug)]
-struct Counted {
-    inner: Arc<dyn Communicator>,
-    by_tag: Mutex<BTreeMap<&'static str, usize>>,
-}
-
-impl Communicator for Counted {
-    fn world(&self) -> World {
-        self.inner.world()
-    }
-    fn alloc(&self, bytes: usize) -> Result<Buffer, CommError> {
-        self.inner.alloc(bytes)
-    }
-    fn start(&self, op: Collective, buffer: Buffer) -> Result<Ticket, CommError> {
-        *self.by_tag.lock().unwrap().entry(op.tag.name).or_default() += 1;
-        self.inner.start(op, buffer)
-    }
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-    fn failure(&self) -> Option<CommError> {
-        self.inner.failure()
-    }
-    fn memory(&self) -> WindowUsage {
-        self.inner.memory()
-    }
-    fn time_spent(&self) -> Duration {
-        self.inner.time_spent()
-    }
-}
 
 /// A toy with two frozen units, whose matrices are packed.
 fn case(stage: u8, param: Tier, shares: bool) -> Case {
@@ -64,16 +30,18 @@ fn case(stage: u8, param: Tier, shares: bool) -> Case {
 /// Collectives of two steps and one export by tag, for one rank.
 fn collectives(case: &Case) -> BTreeMap<&'static str, usize> {
     let mut ranks = run_world(case.world, |inner| {
-        let by_tag = Mutex::default();
-        let counted = Arc::new(Counted { inner, by_tag });
-        let mut zero = engine_for(case, counted.clone()).unwrap();
+        let by_tag = Arc::<Mutex<BTreeMap<_, _>>>::default();
+        let counted = by_tag.clone();
+        let before = move |op: &Collective| {
+            *counted.lock().unwrap().entry(op.tag.name).or_default() += 1;
+        };
+        let mut zero = engine_for(case, Arc::new(Hooked { inner, before })).unwrap();
         load_initial(&mut zero);
         for step in 0..case.steps {
             train_step(case, &mut zero, step).unwrap();
         }
         zero.visit_weights(|_, _| Ok::<_, EngineError>(())).unwrap();
-        let by_tag = counted.by_tag.lock().unwrap();
-        by_tag.clone()
+        by_tag.lock().unwrap().clone()
     });
     ranks.remove(0)
 }

@@ -107,7 +107,8 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         [index, l.xor(low, inverted)]
     }
 
-    /// Prepares to encode the values of a block whose largest magnitude is `absmax`. `None` if `codes` then are complete.
+    /// What divides the values of a block by `absmax`, their largest magnitude, for [`Self`]'s codes. Where `absmax` is 0 or
+    /// not a number, nothing is divided: `codes` are written here and the result is `None`.
     #[inline(always)]
     pub(super) fn begin<L: Lanes>(
         &self,

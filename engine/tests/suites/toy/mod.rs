@@ -1,6 +1,8 @@
 //! A residual network with an optional "vision" half, written directly against `ParamAccess`, and
 //! worlds of threads that train it: the smallest thing that exercises every path of the engine.
 
+pub mod hooked;
+
 use engine::comm::{Communicator, World, threads};
 use engine::spill::{IoPath, SpillDirectory, SpillFile, SpillIo};
 use engine::{
