@@ -8,9 +8,10 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use crate::config::ConfigError;
+use crate::data::conversation::supervised;
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, RawSample,
-    SampleError, SampleSize, SampleTokens,
+    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, PlannedSample,
+    RawSample, SampleError, SampleSize, SampleTokens,
 };
 use crate::image::ImageSource;
 use crate::text::{TemplateError, Tokenizer, TokenizerError};
@@ -18,39 +19,72 @@ use crate::text::{TemplateError, Tokenizer, TokenizerError};
 /// Converter of samples to model inputs. It has the family's rules for prompts, labels and images, and the
 /// tokenizer and settings of a model directory.
 pub trait Processor: Send + Sync + std::fmt::Debug {
-    /// Turns a sample into model inputs for training.
+    /// The tokens of a training sample, from the headers of its images alone, and how to cut the images.
     ///
     /// # Errors
     /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
+    fn plan<'a>(
+        &'a self,
+        sample: &'a RawSample,
+        images: &'a dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<PlannedSample<'a>, SampleError>;
+
+    /// Turns a sample into model inputs for training.
+    ///
+    /// # Errors
+    /// As [`Processor::plan`], and for images that cannot be decoded.
     fn encode(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<EncodedSample, SampleError>;
+    ) -> Result<EncodedSample, SampleError> {
+        let PlannedSample { tokens, cut, .. } = self.plan(sample, images, options)?;
+        Ok(EncodedSample {
+            slices: cut()?,
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            untruncated_tokens: tokens.untruncated_tokens,
+        })
+    }
 
     /// Counts the results of [`Processor::encode`], with the same checks. Of image files it reads only
     /// the headers.
     ///
     /// # Errors
-    /// As [`Processor::encode`].
+    /// As [`Processor::plan`].
     fn measure(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<SampleSize, SampleError>;
+    ) -> Result<SampleSize, SampleError> {
+        let planned = self.plan(sample, images, options)?;
+        let tokens = &planned.tokens;
+        Ok(SampleSize {
+            tokens: tokens.input_ids.len(),
+            untruncated_tokens: tokens.untruncated_tokens,
+            image_tokens: tokens.image_bounds.iter().map(|(s, e)| e - s).sum(),
+            supervised: supervised(&tokens.labels),
+            patches: planned.patches,
+            slices: tokens.slices,
+        })
+    }
 
     /// The tokens that [`Processor::encode`] would yield, from the headers of the images alone.
     ///
     /// # Errors
-    /// As [`Processor::measure`].
+    /// As [`Processor::plan`].
     fn tokens(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<SampleTokens, SampleError>;
+    ) -> Result<SampleTokens, SampleError> {
+        Ok(self.plan(sample, images, options)?.tokens)
+    }
 
     /// Turns the conversation without its last answer into a prompt; nothing is truncated.
     /// The style [`PlaceholderStyle::Training`] writes images exactly as [`Processor::encode`] does.

@@ -1,10 +1,10 @@
 //! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6, 4.0 and 4.5, checked once, so that model code does not have to.
 
 use crate::config::{
-    ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid, size, unsupported,
+    ConfigError, Fields, MAX_GRID, Rope, at_most, divisible, grid, reads_config_json, size,
+    unsupported,
 };
 use serde_json::Value;
-use std::path::Path;
 
 /// Elements of one head of the resampler's attention, which has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
@@ -131,23 +131,9 @@ pub struct SlicingConfig {
     pub patch_size: usize,
 }
 
+reads_config_json!(MiniCpmConfig);
+
 impl MiniCpmConfig {
-    /// Reads `config.json` of the model directory `dir`.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
-    pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::load(dir)?.fields())
-    }
-
-    /// Parses the content of a `config.json`; `path` is named in errors.
-    ///
-    /// # Errors
-    /// As [`MiniCpmConfig::load`].
-    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::parse(bytes, path)?.fields())
-    }
-
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         // The family first: a file of another family may lack any other field.
         let (family, release) = Family::read(fields)?;
@@ -436,6 +422,7 @@ impl SlicingConfig {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::path::Path;
 
     fn base() -> Value {
         json!({
