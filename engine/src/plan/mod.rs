@@ -373,6 +373,8 @@ pub struct Plan {
     first_element: Vec<u64>,
     /// By unit: whether it is updated in backward.
     early: Vec<bool>,
+    /// By parameter: whether leases may read it in the map of its file. Empty if none is.
+    in_files: Vec<bool>,
     hash: String,
 }
 
@@ -439,6 +441,7 @@ impl Plan {
             recomputed,
             first_element,
             early,
+            in_files: Vec::new(),
             hash,
         })
     }

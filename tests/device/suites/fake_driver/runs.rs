@@ -285,6 +285,49 @@ pub(crate) fn packed_directories_agree_with_the_cpu() {
     }
 }
 
+/// The GPU reads frozen weights where the driver registered them: the maps of the weight files, and memory that the ranks
+/// share. If the driver refuses, they go through pinned chunks. The bits are the same.
+pub(crate) fn frozen_weights_are_registered_or_copied_through_pinned_chunks() {
+    let site = Site::with_model();
+    let cases = [
+        (
+            "plain",
+            "--nproc 1 --precision f32",
+            "read in the mapped weight files",
+        ),
+        (
+            "shared",
+            "--nproc 2 --precision f32 --quantize nf4",
+            "one copy in shared memory",
+        ),
+    ];
+    for (name, line, place) in cases {
+        let line = format!(
+            "{line} --zero 2 --lora-rank 4 --offload cpu --max-steps 2 --save-strategy steps --save-steps 2 \
+             --eval-strategy no --device cuda"
+        );
+        let (used, refused) = (format!("{name}-used"), format!("{name}-refused"));
+        let log = site.path(&format!("{name}.log"));
+        let log = [("TESSERA_FAKE_LOG", log.to_str().unwrap())];
+        let screen = site.train(&log, &format!("{line} --output {used}"));
+        says(&screen, &[place, "frozen weights: the driver registered "]);
+        let lines = fs::read_to_string(log[0].1).unwrap();
+        assert!(lines.contains("read registered memory"), "{lines}");
+        let fault = [("TESSERA_FAKE_FAULT", "register:1+")];
+        let screen = site.train(&fault, &format!("{line} --output {refused}"));
+        says(
+            &screen,
+            &["copied to the GPU through pinned memory; the driver registered 0 "],
+        );
+        assert_eq!(site.losses(&used), site.losses(&refused), "{name}");
+        let adapters = [used, refused].map(|run| {
+            let file = format!("{run}/checkpoint-2/adapter_model.safetensors");
+            fs::read(site.path(&file)).unwrap()
+        });
+        assert!(adapters[0] == adapters[1], "{name}: adapters differ");
+    }
+}
+
 /// Moments of 8 bits stay in device memory, and the GPU updates them.
 pub(crate) fn moments_of_8_bits_agree_with_the_cpu() {
     let site = Site::with_model();
