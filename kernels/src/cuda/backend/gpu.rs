@@ -124,9 +124,11 @@ unsafe impl Executor for Gpu {
     }
 
     unsafe fn register(&self, bytes: &[u8]) -> Result<bool, Cause> {
-        // SAFETY: the caller keeps the bytes.
-        unsafe { self.copies()?.registered.add(self, bytes) }?;
-        Ok(true)
+        if self.registers() {
+            // SAFETY: the caller keeps the bytes.
+            unsafe { self.copies()?.registered.add(self, bytes) }?;
+        }
+        Ok(self.registers())
     }
 
     fn unregister(&self, bytes: &[u8]) -> bool {
