@@ -235,13 +235,15 @@ fn difference(got: &[f64], want: &[f64], dtype: DType) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::resolve;
-    use crate::cli::tests::parse_line;
+    use crate::cli::{self, Command as Subcommand, resolve};
     use crate::rank_env::Env;
 
     /// Flags of the steps before a run with these flags.
     fn formats_of(line: &str) -> String {
-        let (args, _) = parse_line(line).expect("parses");
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Subcommand::Train { args, .. } = cli::parse(&words).expect("parses") else {
+            panic!("a training line");
+        };
         let env = Env::from_lookup(&|_| None).expect("an environment");
         let config = resolve(&args, &env).expect("resolves").config;
         formats(&config).join(" ")
