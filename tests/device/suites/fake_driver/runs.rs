@@ -314,7 +314,8 @@ pub(crate) fn frozen_weights_are_registered_or_copied_through_pinned_chunks() {
         let lines = fs::read_to_string(log[0].1).unwrap();
         assert!(lines.contains("read registered memory"), "{lines}");
         let fault = [("TESSERA_FAKE_FAULT", "register:1+")];
-        let screen = site.train(&fault, &format!("{line} --output {refused}"));
+        let (code, screen) = site.try_train(&fault, &format!("{line} --output {refused}"));
+        assert_eq!(code, Some(0), "{screen}");
         says(
             &screen,
             &["copied to the GPU through pinned memory; the driver registered 0 "],
