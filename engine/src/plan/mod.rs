@@ -375,6 +375,8 @@ pub struct Plan {
     early: Vec<bool>,
     /// By parameter: whether leases may read it in the map of its file. Empty if none is.
     in_files: Vec<bool>,
+    /// Whether the device copies weights from where the host stores them.
+    reads_host_in_place: bool,
     hash: String,
 }
 
@@ -442,6 +444,7 @@ impl Plan {
             first_element,
             early,
             in_files: Vec::new(),
+            reads_host_in_place: false,
             hash,
         })
     }

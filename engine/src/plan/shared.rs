@@ -42,25 +42,30 @@ impl Plan {
         discrete: bool,
         is_mappable: impl Fn(ParamId) -> bool,
     ) -> Self {
-        if self.config().offload.param == Tier::Host {
-            let params = (0..self.spec().params.len() as u32).map(ParamId);
-            let mappable = params.map(|id| is_mappable(id) && (discrete || self.shares_frozen()));
-            self.in_files = mappable.collect();
-            let files = self.in_files.iter().map(|is_there| u8::from(*is_there));
-            let mut hasher = blake3::Hasher::new();
-            hasher.update(self.hash.as_bytes());
-            hasher.update(&files.collect::<Vec<u8>>());
-            self.hash = hasher.finalize().to_hex()[..16].to_string();
-        }
+        let params = (0..self.spec().params.len() as u32).map(ParamId);
+        self.in_files = params.map(is_mappable).collect();
+        self.reads_host_in_place = discrete;
+        // Of all parameters, also of other pipeline stages, whose plans have the same hash.
+        let files = self.in_files.iter().map(|is_mapped| u8::from(*is_mapped));
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(self.hash.as_bytes());
+        hasher.update(&files.chain([u8::from(discrete)]).collect::<Vec<u8>>());
+        self.hash = hasher.finalize().to_hex()[..16].to_string();
         self
     }
 
     /// Whether leases read a parameter group in the maps of its files.
     pub(crate) fn maps_files(&self, unit: UnitId, kind: GroupKind) -> bool {
         let slots = &self.unit(unit).group(kind).slots;
-        let is_there = |slot: &Slot| self.in_files.get(slot.param.index()) == Some(&true);
+        let is_mapped = |slot: &Slot| self.in_files.get(slot.param.index()) == Some(&true);
         let is_plain = kind == GroupKind::Frozen && !slots.is_empty();
-        is_plain && !self.gathers(kind) && slots.iter().all(is_there)
+        is_plain && slots.iter().all(is_mapped) && self.reads_in_place(kind)
+    }
+
+    /// Whether leases read the host tier's weights of a frozen parameter group where they are stored.
+    fn reads_in_place(&self, kind: GroupKind) -> bool {
+        let is_on_host = self.config().offload.param == Tier::Host;
+        is_on_host && !self.gathers(kind) && (self.reads_host_in_place || self.shares_frozen())
     }
 
     /// Parameters that leases read in the maps of their files, unit by unit.

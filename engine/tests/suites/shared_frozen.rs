@@ -382,6 +382,30 @@ fn a_file_of_another_size_is_refused() {
     });
 }
 
+/// All pipeline stages have one hash, also where a stage has no frozen weights.
+#[test]
+fn stages_agree_on_weights_in_files() {
+    let mut spec = large(2, 1 << 12);
+    spec.params[2].trainable = true;
+    let at = |stage| {
+        let config = ZeroConfig {
+            offload: Offload::CPU,
+            shares_host_memory: true,
+            slice: Some(engine::Slice {
+                counts: vec![2, 1],
+                stage,
+            }),
+            ..ZeroConfig::default()
+        };
+        let plan = Plan::new(spec.clone(), config, RANKS).unwrap();
+        plan.with_mapped_files(false, |id| id.index() == 1)
+    };
+    let plans = [at(0), at(1)];
+    let mapped = plans.each_ref().map(|plan| plan.mapped_params().count());
+    assert_eq!(mapped, [1, 0]);
+    assert_eq!(plans[0].hash(), plans[1].hash());
+}
+
 /// Ranks that read weights in other places must not train together. A unit with a weight that no file has is copied.
 #[test]
 fn a_plan_says_which_weights_are_in_files() {
