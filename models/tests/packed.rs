@@ -369,13 +369,11 @@ fn weights_are_in_a_file_if_nothing_converts_them() {
     assert!(source.in_file("a.weight", DType::F32).is_none());
     let source = open(&doubly_quantized(1)).unwrap();
     assert!(source.in_file("a.weight", DType::U8).is_none());
-    // A header of odd length, as some writers make.
+    // A header whose end is not aligned, as some writers make.
     let header = r#"{"a.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}} "#;
-    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-    bytes.extend(header.as_bytes());
-    assert_eq!(bytes.len() % 2, 0);
+    assert_eq!(header.len() % 4, 2);
     let dir = tempfile::tempdir().unwrap();
-    for (pad, is_aligned) in [(0, bytes.len() % 4 == 0), (2, bytes.len() % 4 == 2)] {
+    for (pad, is_aligned) in [(0, false), (2, true)] {
         let path = dir.path().join("model.safetensors");
         let padded = format!("{header}{}", " ".repeat(pad));
         let mut bytes = (padded.len() as u64).to_le_bytes().to_vec();

@@ -316,7 +316,7 @@ impl<'a> Replica<'a> {
         devices: &dyn Devices,
         setup: &Setup,
     ) -> Result<Self, NotOpened> {
-        let plan = own_plan(config, env, &setup)?;
+        let plan = own_plan(config, env, setup)?;
         let met = meet(config, env, &plan, devices, stop, &Collectives::new())?;
         let (comm, addresses) = (met.comm, met.addresses);
         let reporter = Reporter::for_rank(env);
