@@ -10,11 +10,12 @@
 # and limits.
 # Kernels run as sm_80 code, as on A100 and RTX 30, whatever the GPU. --arch native compiles them for the present GPU; the
 # stage `native` does so for every kernel against its reference.
-# The stages `headline` (published sizes under caps of device memory) and `parity` (this machine's CPU) run only if --stages
-# names them. It judges with figures of
+# The stages `headline` (published sizes under caps of device memory), `frozen` (a base that two ranks share in host memory) and
+# `parity` (this machine's CPU) run only if --stages names them. `headline` judges with figures of
 # `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
 # cases of scripts/headline.json. --small runs every stage on the fake driver (TESSERA_CUDA_LIBS=DIR of scripts/fake-driver.sh):
-# small sizes, few updates, no judgment of rates and no limit of a stage. --device cpu runs `train` and `headline` without a GPU; the other stages need one.
+# small sizes, few updates, no judgment of rates and no limit of a stage. --device cpu runs `train`, `headline`
+# and `frozen` without a GPU; the other stages need one.
 set -uo pipefail
 
 calls=(
@@ -191,6 +192,31 @@ quantized() {
   done
   python3 "$root/scripts/gpu_start.py" "$out" cpu "$device" --runs quantized >"$out/quantized.md" || { cat "$out/quantized.md"; return 1; }
   cat "$out/quantized.md"
+}
+
+# Two ranks share a base of CogVLM's layers in 4 bits in host memory, registered with the driver or through pinned chunks.
+frozen() {
+  local how registers run config="$root/launcher/src/commands/synth/configs/cogvlm-chat.json" tokens=2048
+  [ "$device" = cuda ] || { config="$root/tests/golden/cogvlm-chat-hf/config.json"; tokens=300; }
+  rm -rf "$out/frozen-model" "$out"/frozen-{registered,pinned}*
+  python3 "$root/scripts/gpu_frozen.py" config "$config" "$out/frozen-config.json" || return 1
+  "$bin/launcher" synth --model-config "$out/frozen-config.json" --weights seeded --output "$out/frozen-model" --samples 16 \
+    --sample-tokens "$tokens" >"$out/frozen.txt" 2>&1 || { tail -20 "$out/frozen.txt"; return 1; }
+  while read -r how registers; do
+    run="$out/frozen-$how"
+    TESSERA_HOST_REGISTER=$registers "$bin/launcher" --model "$out/frozen-model" --data "$out/frozen-model/samples.json" \
+      --device "$device" --verify-gpu off --nproc 2 --collectives shm --zero 2 --offload cpu --precision bf16 --quantize nf4 \
+      --quantize-double --lora-rank 16 --max-steps 6 --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" \
+      >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+    cp "$run/trainer_log.jsonl" "$run.jsonl"
+    rm -rf "$run"
+  done <<'RUNS'
+registered auto
+pinned off
+RUNS
+  rm -rf "$out/frozen-model"
+  python3 "$root/scripts/gpu_frozen.py" judge "$out" "$device" >"$out/frozen.md" || { cat "$out/frozen.md"; return 1; }
+  cat "$out/frozen.md"
 }
 
 # Says that this build lacks what a stage checks. The stage then checks nothing and does not fail.

@@ -17,10 +17,11 @@ use crate::grouped::{self, GroupedMatmulArgs};
 use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::registered::HostRegistration;
 use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::timeline::DeviceSpan;
-use crate::{DType, Shape, Tensor};
+use crate::{DType, ForeignBytes, Shape, Tensor};
 
 /// Compilation units of GPU kernels, in a fixed order.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
@@ -243,6 +244,15 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the pool is full, or the number of bytes does not match shape and dtype.
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
+
+    /// Page-locks host memory where it is, so that uploads of parts of it need no pinned chunk. `None` if the device reads
+    /// host memory directly or has no such memory.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn register_host(&self, _bytes: ForeignBytes) -> Result<Option<HostRegistration>> {
+        Ok(None)
+    }
 
     /// Reserves memory for [`Backend::upload_into`]. A discrete device allocates now, so the copy overlaps with work
     /// that is queued between the two calls. Other devices allocate in `upload_into`.

@@ -26,6 +26,7 @@ mod library_step;
 mod loss;
 mod peers;
 mod products;
+mod registered;
 mod reserved_uploads;
 mod residents;
 mod rows;
@@ -57,7 +58,7 @@ use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
-use crate::{DType, Shape, Tensor};
+use crate::{DType, ForeignBytes, HostRegistration, Shape, Tensor};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -199,6 +200,24 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the device fails.
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause>;
+
+    /// Page-locks host memory where it is. Uploads and deliveries of parts of it then read it in place, when they run.
+    /// Returns `false` if the executor has no such memory.
+    ///
+    /// # Safety
+    /// Nothing writes or frees the bytes until [`Executor::unregister`] returns true.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    unsafe fn register(&self, _bytes: &[u8]) -> Result<bool, Cause> {
+        Ok(false)
+    }
+
+    /// Ends [`Executor::register`], after the copies that read the bytes. Returns `false` if copies may still do so, because
+    /// they wait for a lost rank.
+    fn unregister(&self, _bytes: &[u8]) -> bool {
+        true
+    }
 
     /// Makes work queued from here on wait for everything delivered. The returned event follows the deliveries, but
     /// no other work.
@@ -815,6 +834,10 @@ impl Backend for CudaBackend {
             Some(tensor) => self.upload_into_op(tensor, place.behind.as_ref(), bytes),
             None => self.upload(bytes, place.shape, place.dtype, place.tag),
         }
+    }
+
+    fn register_host(&self, bytes: ForeignBytes) -> Result<Option<HostRegistration>> {
+        HostRegistration::new(&self.executor, bytes)
     }
 
     fn measure(&self, on: bool) -> Result<()> {
