@@ -71,8 +71,8 @@ impl RunConfig {
                     self.optimizer_in_backward
                 )),
                 both(
-                    "the last backward of a step begins while others are still open",
-                    "一步中最后一次反向开始时，其他反向尚未结束",
+                    "an update in backward needs the number of tokens of the step, which only the last stage counts",
+                    "反向中的更新需要该步的 token 数，而只有最后一段统计它",
                 ),
                 both(
                     "--optimizer-in-backward off",
@@ -80,28 +80,6 @@ impl RunConfig {
                 ),
             ));
         }
-        if self.elastic {
-            return Some((
-                Text::literal("--elastic"),
-                both(
-                    "a restart with fewer ranks would have another division of the layers",
-                    "用更少的 rank 重新启动会改变各层的划分",
-                ),
-                both("omit --elastic", "请去掉 --elastic"),
-            ));
-        }
-        self.batch.find_batch.then(|| {
-            (
-                Text::literal("--find-batch"),
-                both(
-                    "the division of the layers depends on the batch",
-                    "各层的划分取决于批大小",
-                ),
-                both(
-                    "give --per-device-train-batch-size",
-                    "请指定 --per-device-train-batch-size",
-                ),
-            )
-        })
+        None
     }
 }

@@ -75,6 +75,8 @@ pub(super) struct StageRun {
     sent: RefCell<Vec<Transfer>>,
     /// What this stage sent in forward passes whose backward is still to come.
     open: RefCell<VecDeque<Transfer>>,
+    /// Values that threads send to the previous and the next stage, until the next transfer there.
+    leaving: RefCell<[Vec<BoundaryTensor>; 2]>,
 }
 
 impl StageRun {
@@ -93,7 +95,13 @@ impl StageRun {
             received: RefCell::new(received.into()),
             sent: RefCell::default(),
             open: RefCell::default(),
+            leaving: RefCell::default(),
         }
+    }
+
+    /// Ends the transfers, as an update does.
+    pub(super) fn wait(&self) {
+        self.leaving.take();
     }
 
     /// What the stage sent, one entry for each forward pass.
@@ -177,6 +185,7 @@ impl PipelineStage for OnStage<'_> {
             }
             self.run.sent.borrow_mut().push(transfer);
         }
+        self.run.leaving.borrow_mut()[usize::from(to == Neighbor::Next)] = values.to_vec();
         Ok(())
     }
 
