@@ -143,7 +143,7 @@ fn two_machines_have_the_losses_of_one() {
 #[test]
 fn pipeline_stages_on_two_machines_have_the_losses_of_one_rank() {
     let bench = Bench::new();
-    let steps = "--gradient-accumulation-steps 2 --save-strategy no";
+    let steps = "--gradient-accumulation-steps 2 --save-strategy no --max-steps 2 --per-device-train-batch-size 2";
     for (ranks, undivided) in [("1", "--nproc 1"), ("2", "--nproc 2")] {
         let run = |command: &mut Command| command.env("NPROC_PER_NODE", ranks).spawn().unwrap();
         let (alone, divided) = (format!("alone{ranks}"), format!("divided{ranks}"));
