@@ -159,6 +159,22 @@ fn pipeline_stages_on_two_machines_have_the_losses_of_one_rank() {
         assert_eq!(status, Some(0), "{text}");
         assert_eq!(bench.losses(&divided), bench.losses(&alone));
     }
+    // Ranks that mpirun numbered.
+    let rank = |number: &str| {
+        let parts = ["RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"];
+        let names = parts.map(|part| format!("OMPI_COMM_WORLD_{part}"));
+        let mut command = bench.command("mpirun", &format!("--mp-size 2 {steps}"));
+        command
+            .envs(names.into_iter().zip([number, number, "2", "2"]))
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", bench.port.to_string())
+            .env("TESSERA_JOB_TOKEN", TOKEN);
+        command.spawn().unwrap()
+    };
+    let second = rank("1");
+    let (status, text) = ended(rank("0"));
+    assert_eq!((status, ended(second).0), (Some(0), Some(0)), "{text}");
+    assert_eq!(bench.losses("mpirun"), bench.losses("alone1"));
 }
 
 #[test]

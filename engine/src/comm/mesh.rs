@@ -97,6 +97,8 @@ pub struct Regions {
 pub struct Group {
     /// Name of the window, unique in the job.
     pub name: String,
+    /// Number of the window, unique in the job, from 0.
+    pub number: usize,
     /// This rank in the group, and the number of its ranks.
     pub world: World,
     /// Bytes of each rank's region.
@@ -112,14 +114,17 @@ pub fn groups(at: Coordinates, regions: Regions) -> Vec<Group> {
     let Coordinates { data, stage, .. } = at;
     let mut groups = vec![Group {
         name: format!("data-{stage}"),
+        number: stage,
         world: data,
         region_bytes: regions.data,
         ranks: (0..data.size).map(|d| at.rank(d, stage)).collect(),
     }];
     for first in stage.saturating_sub(1)..=stage.min(at.stages - 2) {
-        for direction in ["forward", "backward"] {
+        let link = data.rank * (at.stages - 1) + first;
+        for (backward, direction) in ["forward", "backward"].into_iter().enumerate() {
             groups.push(Group {
                 name: format!("link-{}-{first}-{direction}", data.rank),
+                number: at.stages + 2 * link + backward,
                 world: World {
                     rank: stage - first,
                     size: 2,
@@ -497,6 +502,16 @@ mod tests {
         assert_eq!((at.data.rank, at.data.size, at.stage), (1, 2, 1));
         assert!((0..6).all(|rank| of(rank).rank(of(rank).data.rank, of(rank).stage) == rank));
         assert!(Coordinates::of(World { rank: 0, size: 4 }, 3).is_err());
+    }
+
+    #[test]
+    fn numbers_of_groups_are_unique() {
+        let of = |rank| Coordinates::of(World { rank, size: 12 }, 3).expect("a mesh");
+        let all = (0..12).flat_map(|rank| groups(of(rank), REGIONS));
+        let named: std::collections::BTreeSet<_> = all.map(|g| (g.number, g.name)).collect();
+        // 3 data groups, and both directions of 2 links of each of 4 data-parallel ranks.
+        let numbers: Vec<usize> = named.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, (0..3 + 2 * 2 * 4).collect::<Vec<_>>());
     }
 
     #[test]

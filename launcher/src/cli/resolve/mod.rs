@@ -27,7 +27,7 @@ use crate::cli::{Args, Note};
 use crate::config::words::value_name;
 use crate::device::Chosen;
 use crate::error::Failure;
-use crate::rank_env::{Env, RankEnv};
+use crate::rank_env::Env;
 
 /// Configuration of a run, resolved from its arguments, and notes on it for the user.
 #[derive(Debug, Clone, PartialEq)]
@@ -194,7 +194,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     config.check_collectives()?;
     config.check_prefetch_weights()?;
     config.check_optimizer_in_forward()?;
-    config.check_pipeline(env.rank.as_ref().is_some_and(RankEnv::is_under_mpi))?;
+    config.check_pipeline()?;
     Ok(Resolved { config, notes })
 }
 
