@@ -22,10 +22,14 @@ impl RunConfig {
                         "每个段都需要一个至少为 1 的单元数",
                     ),
                 )
-                .next(both(
-                    "omit --mp-split, and planning balances the stages",
-                    "请去掉 --mp-split，由规划平衡各段",
-                )));
+                .next(match split.contains(&0) {
+                    true => both(
+                        "omit --mp-split, and planning balances the stages",
+                        "请去掉 --mp-split，由规划平衡各段",
+                    )
+                    .into(),
+                    false => Text::literal(format_args!("--mp-size {}", split.len())),
+                }));
             }
         }
         if self.mp_size == 1 {

@@ -41,6 +41,10 @@ fn assert_equal(site: &Site, common: &str, data_ranks: usize, stages: usize, wei
         outcome.screen
     );
     let runs = ["whole", "divided"].map(|run| format!("{run}{stages}"));
+    let planned = read_json(&site.path(&format!("{}/plan.json", runs[1])));
+    let count = |key: &str| planned["stages"][key].as_array().map(Vec::len);
+    assert_eq!(count("units"), Some(stages));
+    assert_eq!(count("boundary_bytes"), Some(stages - 1));
     let [whole, divided] = runs.each_ref().map(|run| numbers(site, run));
     assert_eq!(whole, divided, "{common}");
     let [whole, divided] = runs.each_ref().map(|run| {
@@ -157,8 +161,9 @@ fn divisions_that_do_not_exist_are_refused() {
     for (line, words) in [
         ("--nproc 2 --mp-size 3", "must divide the number of ranks"),
         ("--nproc 2 --mp-size 2 --mp-split 1,1", "the model has"),
+        ("--nproc 2 --mp-size 2 --mp-split 3,2,1", "--mp-size 3"),
         (
-            "--nproc 2 --mp-size 2 --mp-split 3",
+            "--nproc 2 --mp-size 2 --mp-split 3,0",
             "does not divide the units",
         ),
         (
