@@ -14,14 +14,14 @@
 # `parity` (this machine's CPU) run only if --stages names them. `headline` judges with figures of
 # `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
 # cases of scripts/headline.json. --small runs every stage on the fake driver (TESSERA_CUDA_LIBS=DIR of scripts/fake-driver.sh):
-# small sizes, few updates, no judgment of rates and no limit of a stage. --device cpu runs `train`, `headline`
-# and `frozen` without a GPU; the other stages need one.
+# small sizes, few updates, no judgment of rates and no limit of a stage. --device cpu runs `train`, `headline`,
+# `frozen` and `pipeline` without a GPU; the other stages need one.
 set -uo pipefail
 
 calls=(
   "warm-up:80 probe:60 doctor:20 ipc:30 graphs:30 backend:60 start:40 ceilings:40 copies:50 offload:60"
   "warm-up:60 ceilings:30 calibration:60 conformance:80 native:70 table:70 products:60 own:50"
-  "warm-up:60 verify:40 train:240 ranks:60 nccl:30 generate:25 quantized:25"
+  "warm-up:60 verify:40 train:225 ranks:50 pipeline:25 nccl:30 generate:25 quantized:25"
 )
 call_seconds=480
 call=all
@@ -358,6 +358,40 @@ groups 4 --zero 3 --shard-group 2 --offload cpu --precision bf16
 nccl 2 --zero 3 --offload cpu --precision f32
 CASES
   cat "$out/ranks.md"
+  return "$failed"
+}
+
+# Trains with the layers on two pipeline stages that share the GPU, and on two GPUs where there are two. The bits are those of
+# one rank.
+pipeline() {
+  local precision how flags seen run gpus=0 failed=0 first=${CUDA_VISIBLE_DEVICES:-0}
+  {
+    echo "## pipeline stages"
+    echo
+    echo "| ranks | settings | layers | losses | seconds per step |"
+    echo "|---|---|---|---|---|"
+  } >"$out/pipeline.md"
+  [ "$device" = cpu ] ||
+    gpus=$("$bin/launcher" doctor --json | python3 -c 'import json, sys; print(len(json.load(sys.stdin)["gpus"]))') || return 1
+  for precision in f32 bf16; do
+    for how in undivided divided two-gpus; do
+      flags="--nproc 2 --mp-size 2" seen=${first%%,*}
+      case $how in
+        undivided) flags="--nproc 1" ;;
+        two-gpus) [ "$gpus" -ge 2 ] || continue; seen=${CUDA_VISIBLE_DEVICES:-0,1} ;;
+      esac
+      run="$out/pipeline-$precision-$how"
+      rm -rf "$run" "$run.jsonl"
+      # shellcheck disable=SC2086 # the settings are several words
+      CUDA_VISIBLE_DEVICES=$seen "$bin/launcher" --device "$device" $flags --zero 0 --precision "$precision" \
+        --gradient-accumulation-steps 4 --comm-timeout 60 --max-steps 4 --logging-steps 1 --eval-strategy no \
+        --save-strategy no --output "$run" >"$run.txt" 2>&1 || { echo "$precision $how:"; tail -20 "$run.txt"; failed=1; continue; }
+      cp "$run/trainer_log.jsonl" "$run.jsonl"
+      rm -rf "$run"
+    done
+    python3 "$root/scripts/gpu_ranks.py" "$out/pipeline-$precision" 2 "--mp-size 2 --precision $precision" >>"$out/pipeline.md" || failed=1
+  done
+  cat "$out/pipeline.md"
   return "$failed"
 }
 

@@ -270,6 +270,7 @@ EXPORT u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* stream
   if (is_pinned((u64)to, bytes)) {
     // What is there until the copy is done is not defined.
     if (!stream->captures) memset(to, POISON, bytes);
+    hold(stream, bytes);
     return copy(stream, (u64)to, from, bytes);
   }
   if ((u64)to >= BASE && (u64)to < END) return broken(INVALID_VALUE, "a copy to %p, which is no host memory", to);

@@ -2,12 +2,14 @@
 
 mod device;
 mod pipeline;
+mod senders;
 mod snapshot;
 mod step;
 mod update;
 
 pub use snapshot::check_trained;
 
+use self::senders::Senders;
 use crate::access::{Lease, LeaseOwner, ParamAccess, PipelineStage};
 use crate::comm::mesh::Mesh;
 use crate::comm::{Communicator, Tag as CommTag};
@@ -76,6 +78,8 @@ pub struct Zero {
     mesh: Mesh,
     /// Communicator of the data-parallel ranks of this pipeline stage.
     comm: Arc<dyn Communicator>,
+    /// Transfers to the neighboring pipeline stages.
+    senders: RefCell<Senders>,
     backend: Arc<dyn Backend>,
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
@@ -183,6 +187,7 @@ impl Zero {
             .map(|keeper| keeper.of(&*backend));
         let exchange = step::Exchange::new(&plan);
         Ok(Self {
+            senders: RefCell::new(Senders::start(&mesh, &tiers)?),
             plan,
             mesh,
             comm,

@@ -255,6 +255,8 @@ pub struct Env {
     pub mp_size: Option<usize>,
     /// Number of ranks on each machine, from SAT's variable `NUM_GPUS_PER_WORKER`.
     pub gpus_per_worker: Option<usize>,
+    /// Those of SAT's two variables that are set to something else than a number above 0, with their values.
+    pub unusable: Vec<(&'static str, String)>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
 }
@@ -320,6 +322,11 @@ impl Env {
         };
         let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
         let count = |name: &str| text(name)?.trim().parse().ok().filter(|count| *count > 0);
+        let unusable = |name: &'static str| {
+            let value = lookup(name)?.to_string_lossy().trim().to_owned();
+            (count(name).is_none() && !value.is_empty()).then_some((name, value))
+        };
+        let sat = ["MP_SIZE", "NUM_GPUS_PER_WORKER"];
         Self {
             rank: rank.map(|place| RankEnv {
                 rank: place.rank,
@@ -345,6 +352,7 @@ impl Env {
             min_pixels: count("MIN_PIXELS"),
             mp_size: count("MP_SIZE"),
             gpus_per_worker: count("NUM_GPUS_PER_WORKER"),
+            unusable: sat.into_iter().filter_map(unusable).collect(),
             now: SystemTime::now(),
         }
     }
