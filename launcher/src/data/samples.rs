@@ -6,7 +6,8 @@ use std::path::Path;
 
 use models::Processor;
 use models::data::{
-    DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize, read_datasets,
+    DATASET_INFO, DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize,
+    read_datasets,
 };
 use models::image::ImageFolder;
 use rayon::prelude::*;
@@ -130,6 +131,10 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
         DataError::Read { path, .. } if !path.exists() => failure.next(both(
             "check the path; relative paths start at the current directory",
             "请检查路径；相对路径以当前目录为起点",
+        )),
+        DataError::Json { path, .. } if path.ends_with(DATASET_INFO) => failure.next(text!(
+            "change the entry in {DATASET_INFO}: `file_name` is a file or directory beside it, with `formatting`, `columns` and `tags`; or give the file itself as --data",
+            "请修改 {DATASET_INFO} 中的条目：`file_name` 是它旁边的文件或目录，另有 `formatting`、`columns` 和 `tags`；或直接用 --data 指定该文件"
         )),
         DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. }
             if refuses_key(reason) =>

@@ -216,7 +216,7 @@ fn every_tier_and_phase_is_counted_as_configured() {
     for cell in grid() {
         let (memory, fit) = planned(&config(directory.path(), &cell));
         assert!(fit.fits(), "{cell}");
-        let backward = &memory.phases[&crate::memory::Phase::Backward];
+        let backward = &memory.phases[&Phase::Backward];
         let (device, host, nvme) = (&backward.device, &backward.host, &backward.nvme);
         let on_disk = cell.contains("nvme");
         assert_eq!(nvme.contains_key("optimizer"), on_disk, "{cell}");

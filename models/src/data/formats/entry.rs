@@ -435,12 +435,14 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Whether a value is, or holds, the path of an image.
+/// Whether a value is, or holds, the path of an image or the bytes of a file.
 fn names_image(value: &Value) -> bool {
     match value {
         Value::String(text) => super::images::is_image_path(text),
         Value::Array(list) => list.iter().any(names_image),
-        Value::Object(fields) => fields.values().any(names_image),
+        Value::Object(fields) => {
+            fields.get("bytes").is_some_and(Value::is_string) || fields.values().any(names_image)
+        }
         _ => false,
     }
 }
