@@ -178,6 +178,11 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
                 )),
             }
         }
+        DataError::OtherImage { image, .. } => failure.next(text!(
+            "magick {0} {0}.png, or with Pillow; then remove {0}",
+            "magick {0} {0}.png，或用 Pillow；然后删除 {0}",
+            image.display()
+        )),
         DataError::UnknownFormat { .. } => failure.next(text!(
             "write the samples in one of the forms {}",
             "请按以下格式之一书写样本：{}",

@@ -298,6 +298,21 @@ fn every_spelling_of_an_image_is_read() {
     }
 }
 
+#[test]
+fn a_packed_file_is_refused_with_the_program_that_unpacks_it() {
+    for (bytes, tool) in [
+        (&b"\x1f\x8b\x08rest"[..], "zcat FILE | launcher --data -"),
+        (b"\x28\xb5\x2f\xfdrest", "zstdcat FILE"),
+        (b"PK\x03\x04rest", "packed with zip"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.jsonl.gz");
+        std::fs::write(&path, bytes).unwrap();
+        let error = read_samples(&path).unwrap_err().to_string();
+        assert!(error.contains(tool), "{error}");
+    }
+}
+
 /// Roles that published data sets use, in any case.
 #[test]
 fn every_published_name_of_a_role_is_read() {
@@ -666,6 +681,11 @@ fn labels_and_images_must_match() {
     );
     assert!(
         matches!(read(&[a, of_a, of_b]), DataError::NoImage { label, .. } if label.ends_with("labels_en/b.json"))
+    );
+    let error = read(&[a, ("images/b.heic", ""), of_a, of_b]);
+    assert!(
+        matches!(&error, DataError::OtherImage { image, .. } if image.ends_with("images/b.heic")),
+        "{error}"
     );
     let error = read(&[a, of_a, ("labels_zh/a.json", LABEL)]);
     assert!(matches!(error, DataError::AmbiguousFormat { .. }));
