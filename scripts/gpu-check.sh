@@ -13,13 +13,13 @@
 # The stages `headline` (published sizes under caps of device memory) and `parity` (this machine's CPU) run only if --stages
 # names them. It judges with figures of
 # `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
-# cases of scripts/headline.json. --device cpu runs `train` and `headline` without a GPU; the other stages need one.
+# cases of scripts/headline.json. --device cpu runs `train`, `tiles` and `headline` without a GPU; the other stages need one.
 set -uo pipefail
 
 calls=(
   "warm-up:80 probe:60 doctor:20 ipc:30 graphs:30 backend:60 start:40 ceilings:40 copies:50 offload:60"
   "warm-up:60 ceilings:30 calibration:60 conformance:80 native:70 table:70 products:60 own:50"
-  "warm-up:60 verify:40 train:240 ranks:60 nccl:30 generate:25 quantized:25"
+  "warm-up:60 verify:40 train:215 tiles:25 ranks:60 nccl:30 generate:25 quantized:25"
 )
 call_seconds=480
 call=all
@@ -169,6 +169,33 @@ quantized() {
   done
   python3 "$root/scripts/gpu_start.py" "$out" cpu "$device" --runs quantized >"$out/quantized.md" || { cat "$out/quantized.md"; return 1; }
   cat "$out/quantized.md"
+}
+
+# Trains adapters on long samples, with the feed-forward layers in tiles and on all rows at once: the peak of device memory and
+# the time of a step. The model has wide feed-forward layers and seeded weights.
+tiles() {
+  local run tokens=24576 tile=2048 model="$out/tiles-model"
+  [ "$device" = cuda ] || { tokens=1024 tile=256; }
+  rm -rf "$model"
+  python3 - "$root/launcher/src/commands/synth/configs/minicpm-v-2_6.json" "$out/tiles.config.json" <<'PYTHON' || return 1
+import json, sys
+config = json.load(open(sys.argv[1]))
+config.update(num_hidden_layers=4, hidden_size=512, intermediate_size=8192, num_attention_heads=4, num_key_value_heads=2, vocab_size=2000)
+config["vision_config"].update(num_hidden_layers=2)
+json.dump(config, open(sys.argv[2], "w"))
+PYTHON
+  "$bin/launcher" synth --model-config "$out/tiles.config.json" --output "$model" --weights seeded --samples 2 \
+    --sample-tokens "$tokens" >"$out/tiles-synth.txt" 2>&1 || { tail -20 "$out/tiles-synth.txt"; return 1; }
+  for run in "tiles-whole" "tiles-tiled --mlp-tile-tokens $tile"; do
+    rm -rf "$out/${run%% *}"
+    # shellcheck disable=SC2086 # the settings are several words
+    "$bin/launcher" --model "$model" --data "$model/samples.json" --device "$device" --nproc 1 --precision bf16 --lora-rank 8 \
+      --model-max-length "$tokens" --per-device-train-batch-size 1 --gradient-accumulation-steps 1 --max-steps 3 --logging-steps 1 \
+      --eval-strategy no --save-strategy no --output "$out/"$run >"$out/${run%% *}.txt" 2>&1 ||
+      { tail -20 "$out/${run%% *}.txt"; return 1; }
+  done
+  python3 "$root/scripts/gpu_tiles.py" "$out" "$tokens" tiles-whole tiles-tiled >"$out/tiles.md" || { cat "$out/tiles.md"; return 1; }
+  cat "$out/tiles.md"
 }
 
 # Says that this build lacks what a stage checks. The stage then checks nothing and does not fail.
