@@ -296,7 +296,7 @@ fn flags_of_swiss_army_transformer_without_a_twin_are_refused_with_what_replaces
     assert_eq!((args.load_in_4bit, args.use_lora), (Some(true), Some(true)));
     assert_eq!(args.per_device_train_batch_size, Some(4));
     let (args, _) = pasted(&format!("{sat} --use_qlora false"));
-    assert_eq!((args.load_in_4bit, args.use_lora), (None, None));
+    assert_eq!((args.load_in_4bit, args.use_lora), (None, Some(false)));
     // Python's words, and the rate under its short name.
     let (args, _) =
         pasted("--model m --data d --lr 2e-5 --bits 4 --lora_enable True --double_quant True");
