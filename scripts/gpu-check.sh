@@ -15,13 +15,13 @@
 # `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
 # cases of scripts/headline.json. --small runs every stage on the fake driver (TESSERA_CUDA_LIBS=DIR of scripts/fake-driver.sh):
 # small sizes, few updates, no judgment of rates and no limit of a stage. --device cpu runs `train`, `headline`,
-# `frozen` and `pipeline` without a GPU; the other stages need one.
+# `frozen`, `pipeline` and `tiles` without a GPU; the other stages need one.
 set -uo pipefail
 
 calls=(
   "warm-up:80 probe:60 doctor:20 ipc:30 graphs:30 backend:60 start:40 ceilings:40 copies:50 offload:60"
   "warm-up:60 ceilings:30 calibration:60 conformance:80 native:70 table:70 products:60 own:50"
-  "warm-up:60 verify:40 train:225 ranks:50 pipeline:25 nccl:30 generate:25 quantized:25"
+  "warm-up:60 verify:40 train:205 ranks:50 tiles:25 pipeline:25 nccl:30 generate:25 quantized:20"
 )
 call_seconds=480
 call=all
@@ -197,7 +197,7 @@ quantized() {
 # Two ranks share a base of CogVLM's layers in 4 bits in host memory, registered with the driver or through pinned chunks.
 frozen() {
   local how registers run config="$root/launcher/src/commands/synth/configs/cogvlm-chat.json" tokens=2048
-  [ "$device" = cuda ] || { config="$root/tests/golden/cogvlm-chat-hf/config.json"; tokens=300; }
+  [ "$device$small" = cuda ] || { config="$root/tests/golden/cogvlm-chat-hf/config.json"; tokens=300; }
   rm -rf "$out/frozen-model" "$out"/frozen-{registered,pinned}*
   python3 "$root/scripts/gpu_frozen.py" config "$config" "$out/frozen-config.json" || return 1
   "$bin/launcher" synth --model-config "$out/frozen-config.json" --weights seeded --output "$out/frozen-model" --samples 16 \
@@ -217,6 +217,33 @@ RUNS
   rm -rf "$out/frozen-model"
   python3 "$root/scripts/gpu_frozen.py" judge "$out" "$device" >"$out/frozen.md" || { cat "$out/frozen.md"; return 1; }
   cat "$out/frozen.md"
+}
+
+# Trains adapters on long samples, with the feed-forward layers in tiles and on all rows at once: the peak of device memory and
+# the time of a step. The model has wide feed-forward layers and seeded weights.
+tiles() {
+  local run tokens=24576 tile=2048 model="$out/tiles-model"
+  [ "$device$small" = cuda ] || { tokens=600 tile=256; }
+  rm -rf "$model"
+  cat >"$out/tiles.config.json" <<'JSON'
+{"version": 2.6, "model_type": "minicpmv", "hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 4,
+ "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 2000, "query_num": 16,
+ "drop_vision_last_layer": false, "slice_config": {"max_slice_nums": 1, "patch_size": 14, "scale_resolution": 112},
+ "vision_config": {"hidden_size": 96, "image_size": 112, "intermediate_size": 192, "num_attention_heads": 4,
+  "num_hidden_layers": 2, "patch_size": 14}}
+JSON
+  "$bin/launcher" synth --model-config "$out/tiles.config.json" --output "$model" --weights seeded --samples 2 \
+    --sample-tokens "$tokens" >"$out/tiles-synth.txt" 2>&1 || { tail -20 "$out/tiles-synth.txt"; return 1; }
+  for run in "tiles-whole" "tiles-tiled --mlp-tile-tokens $tile"; do
+    rm -rf "$out/${run%% *}"
+    # shellcheck disable=SC2086 # the settings are several words
+    "$bin/launcher" --model "$model" --data "$model/samples.json" --device "$device" --nproc 1 --precision bf16 --lora-rank 8 \
+      --model-max-length "$tokens" --per-device-train-batch-size 1 --gradient-accumulation-steps 1 --max-steps 3 --logging-steps 1 \
+      --eval-strategy no --save-strategy no --output "$out/"$run >"$out/${run%% *}.txt" 2>&1 ||
+      { tail -20 "$out/${run%% *}.txt"; return 1; }
+  done
+  python3 "$root/scripts/gpu_tiles.py" "$out" "$tokens" tiles-whole tiles-tiled >"$out/tiles.md" || { cat "$out/tiles.md"; return 1; }
+  cat "$out/tiles.md"
 }
 
 # Says that this build lacks what a stage checks. The stage then checks nothing and does not fail.
@@ -384,7 +411,7 @@ pipeline() {
       rm -rf "$run" "$run.jsonl"
       # shellcheck disable=SC2086 # the settings are several words
       CUDA_VISIBLE_DEVICES=$seen "$bin/launcher" --device "$device" $flags --zero 0 --precision "$precision" \
-        --gradient-accumulation-steps 4 --comm-timeout 60 --max-steps 4 --logging-steps 1 --eval-strategy no \
+        --gradient-accumulation-steps 4 --comm-timeout "$comm_timeout" --max-steps 4 --logging-steps 1 --eval-strategy no \
         --save-strategy no --output "$run" >"$run.txt" 2>&1 || { echo "$precision $how:"; tail -20 "$run.txt"; failed=1; continue; }
       cp "$run/trainer_log.jsonl" "$run.jsonl"
       rm -rf "$run"

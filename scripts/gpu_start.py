@@ -10,9 +10,13 @@ from pathlib import Path
 PASS = 1e-4
 
 
+def rows(run):
+    """Rows of the log of the run in this directory."""
+    return [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
+
+
 def losses(run):
-    rows = [json.loads(line) for line in (run / "trainer_log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in rows(run) if "loss" in row]
 
 
 def differences(one, other):

@@ -18,6 +18,7 @@ import gpu_frozen as frozen  # noqa: E402
 import gpu_headline as headline  # noqa: E402
 import gpu_overlap as overlap  # noqa: E402
 import gpu_start as start  # noqa: E402
+import gpu_tiles as tiles  # noqa: E402
 import gpu_train as train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -506,6 +507,18 @@ class Shared(unittest.TestCase):
         short = frozen.shortened(config)
         self.assertEqual((short["num_hidden_layers"], short["vision_config"]["num_hidden_layers"]), (4, 4))
         self.assertEqual((short["vocab_size"], short["vision_config"]["patch_size"]), (9, 14))
+
+    def test_tiles_must_lower_the_peak_and_keep_the_losses(self):
+        def log(peak, losses):
+            rows = [{"loss": loss, "bytes": {"device": peak}, "step_seconds": 9.0 - step} for step, loss in enumerate(losses)]
+            return [*rows, {"eval_loss": 1.0}]
+
+        table, wrong = tiles.judged(log(9, [2.0, 1.0]), log(5, [2.0, 1.00001]))
+        self.assertEqual(wrong, [])
+        self.assertEqual([row[:3] for row in table], [("all rows", 9, 8.0), ("tiles", 5, 8.0)])
+        for other in (log(9, [2.0, 1.0]), log(5, [2.1, 1.0]), log(5, [2.0]), log(5, [2.0, float("nan")])):
+            self.assertNotEqual(tiles.judged(log(9, [2.0, 1.0]), other)[1], [])
+        self.assertNotEqual(tiles.judged(log(9, []), log(5, []))[1], [])
 
     def test_losses_of_the_first_updates_are_compared(self):
         self.assertEqual(start.differences([2.0, 1.0], [2.0, 1.00015])[1], [])

@@ -212,6 +212,12 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Pool that counts and limits the device's memory.
     fn pool(&self) -> &Pool;
 
+    /// Whether tensors of floating-point numbers have values. A meta device has none, so it ignores what
+    /// [`Backend::upload`] copies into them.
+    fn has_values(&self) -> bool {
+        true
+    }
+
     /// Compilation units of the kernels that a meta device of GPUs has launched. Empty on other devices.
     fn launched(&self) -> KernelList {
         KernelList::default()

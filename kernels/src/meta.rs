@@ -147,6 +147,10 @@ impl Backend for MetaBackend {
         Device::Meta
     }
 
+    fn has_values(&self) -> bool {
+        false
+    }
+
     fn pool(&self) -> &Pool {
         &self.pool
     }

@@ -72,7 +72,6 @@ fn formats_that_are_not_read_are_named_with_the_remedy() {
         (&b"\0\0\0\x20ftypavif\0\0\0\0"[..], "AVIF"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
         (b"\0\0\0\x18ftypmif1\0\0\0\0", "HEIC"),
-        (b"<!doctype html><title>404</title>", "HTML"),
         (b"\xff\x0a\0\0", "JPEG XL"),
     ] {
         let error = decode_bytes(Path::new("a.jpg"), start)
@@ -83,6 +82,23 @@ fn formats_that_are_not_read_are_named_with_the_remedy() {
             "{error}"
         );
         assert!(error.contains("convert it to PNG or JPEG"), "{error}");
+    }
+    for (start, remedy) in [
+        (
+            &b"<!doctype html><title>404</title>"[..],
+            "is HTML, which is not read: it is a page",
+        ),
+        (
+            b"version https://git-lfs.github.com/spec/v1",
+            "is a git-lfs pointer, which is not read: fetch the file with `git lfs pull`",
+        ),
+        (
+            b"\0\0\0\x20ftypisom",
+            "is MP4, which is not read: extract its frames",
+        ),
+    ] {
+        let error = decode_bytes(Path::new("a.jpg"), start).unwrap_err();
+        assert!(error.to_string().contains(remedy), "{error}");
     }
     let error = decode_bytes(Path::new("a.jpg"), b"hello").unwrap_err();
     assert!(matches!(error, ImageError::UnknownFormat { .. }));

@@ -6,7 +6,8 @@
 //! percent more than the blocks alive at the same time.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 
 /// Recorded block: its size and place, and when it was allocated and freed. Times count allocations and frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +98,10 @@ impl Recorder {
 
     /// The shortest of two packings and of the offsets that the blocks had while they were recorded.
     pub(super) fn memory_plan(self) -> MemoryPlan {
-        let blocks = self.blocks;
+        let (mut blocks, end_of_pass) = (self.blocks, self.clock + 1);
+        for block in &mut blocks {
+            block.died = block.died.min(end_of_pass);
+        }
         let as_seen: Vec<usize> = blocks.iter().map(|block| block.start).collect();
         let end = |starts: &[usize]| {
             let ends = starts.iter().zip(&blocks);
@@ -105,8 +109,7 @@ impl Recorder {
                 .max()
                 .unwrap_or(0)
         };
-        let clock = self.clock;
-        let lived = |block: &Lived| (block.died.min(clock + 1) - block.born) as u128;
+        let lived = |block: &Lived| (block.died - block.born) as u128;
         let by_size = packed(&blocks, |block| Reverse(block.lines as u128));
         let by_area = packed(&blocks, |block| Reverse(block.lines as u128 * lived(block)));
         let mut best = by_size;
@@ -140,35 +143,80 @@ fn packed<K: Ord>(blocks: &[Lived], key: impl Fn(&Lived) -> K) -> Vec<usize> {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|at| (key(&blocks[*at]), blocks[*at].born));
     let mut starts = vec![0; blocks.len()];
-    // Packed blocks, sorted by start.
-    let mut there: Vec<(usize, Lived)> = Vec::with_capacity(blocks.len());
+    let mut packed = Packed::new(blocks);
     for at in order {
         let block = blocks[at];
         let mut start = 0;
-        for (first, other) in &there {
-            if other.born < block.died && block.born < other.died {
-                if *first >= start + block.lines {
-                    break;
-                }
-                start = start.max(first + other.lines);
+        for (first, end) in packed.beside(&block) {
+            if first >= start + block.lines {
+                break;
             }
+            start = start.max(end);
         }
-        let before = there.partition_point(|(first, _)| *first <= start);
-        there.insert(before, (start, block));
+        packed.add(start, block);
         starts[at] = start;
     }
     starts
 }
 
+/// Packed blocks with their starts, by spans of time. Most blocks of a pass live shortly, so a block overlaps with few of
+/// all blocks, and those are in its spans.
+struct Packed {
+    spans: Vec<Vec<(usize, Lived)>>,
+}
+
+impl Packed {
+    /// Allocations and frees of a span.
+    const SPAN: usize = 64;
+
+    fn new(blocks: &[Lived]) -> Self {
+        let last = blocks.iter().map(|block| block.died).max().unwrap_or(0);
+        Self {
+            spans: vec![Vec::new(); last / Self::SPAN + 1],
+        }
+    }
+
+    /// First and last line of the packed blocks whose lifetimes overlap with that of `block`, by their first lines.
+    /// Blocks of several spans may come more than once.
+    fn beside(&self, block: &Lived) -> Vec<(usize, usize)> {
+        let all = self.spans[Self::spans(block)].iter().flatten();
+        let beside = all.filter(|(_, other)| other.born < block.died && block.born < other.died);
+        let mut beside: Vec<_> = beside
+            .map(|(first, other)| (*first, first + other.lines))
+            .collect();
+        beside.sort_unstable();
+        beside
+    }
+
+    fn add(&mut self, start: usize, block: Lived) {
+        for span in &mut self.spans[Self::spans(&block)] {
+            span.push((start, block));
+        }
+    }
+
+    fn spans(block: &Lived) -> RangeInclusive<usize> {
+        block.born / Self::SPAN..=block.died / Self::SPAN
+    }
+}
+
 /// Whether blocks with overlapping lifetimes never share a line.
 fn is_disjoint(blocks: &[Lived], starts: &[usize]) -> bool {
-    let mut order: Vec<usize> = (0..blocks.len()).collect();
-    order.sort_by_key(|at| starts[*at]);
-    order.iter().enumerate().all(|(k, at)| {
-        let (one, end) = (&blocks[*at], starts[*at] + blocks[*at].lines);
-        let above = order[k + 1..].iter();
-        let mut near = above.take_while(|other| starts[**other] < end);
-        near.all(|other| blocks[*other].born >= one.died || one.born >= blocks[*other].died)
+    // Time, whether the block comes, and its number: blocks go before others come.
+    let mut changes: Vec<(usize, bool, usize)> = Vec::with_capacity(2 * blocks.len());
+    for (at, block) in blocks.iter().enumerate() {
+        changes.extend([(block.born, true, at), (block.died, false, at)]);
+    }
+    changes.sort_unstable();
+    let mut live: BTreeMap<usize, usize> = BTreeMap::new();
+    changes.into_iter().all(|(_, comes, at)| {
+        let (start, end) = (starts[at], starts[at] + blocks[at].lines);
+        if !comes {
+            live.remove(&start);
+            return true;
+        }
+        let before = live.range(..end).next_back();
+        let free = before.is_none_or(|(_, end)| *end <= start);
+        free && live.insert(start, end).is_none()
     })
 }
 
@@ -176,6 +224,48 @@ fn is_disjoint(blocks: &[Lived], starts: &[usize]) -> bool {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// First-fit packing that looks at every packed block.
+    fn packed_plainly(blocks: &[Lived]) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..blocks.len()).collect();
+        order.sort_by_key(|at| (Reverse(blocks[*at].lines), blocks[*at].born));
+        let mut starts = vec![0; blocks.len()];
+        for (k, at) in order.iter().enumerate() {
+            let block = blocks[*at];
+            let together = |other: &Lived| other.born < block.died && block.born < other.died;
+            let before = order[..k].iter().map(|at| (starts[*at], blocks[*at]));
+            let mut beside: Vec<_> = before.filter(|(_, other)| together(other)).collect();
+            beside.sort_by_key(|(first, _)| *first);
+            let mut start = 0;
+            for (first, other) in beside {
+                if first < start + block.lines {
+                    start = start.max(first + other.lines);
+                }
+            }
+            starts[*at] = start;
+        }
+        starts
+    }
+
+    #[test]
+    fn blocks_of_one_time_and_line_are_not_disjoint() {
+        let block = |born, died| Lived {
+            lines: 10,
+            start: 0,
+            born,
+            died,
+        };
+        let blocks = [block(1, 4), block(2, 3), block(4, 5)];
+        for (starts, disjoint) in [
+            ([0, 10, 0], true),
+            ([5, 15, 0], true),
+            ([0, 9, 0], false),
+            ([9, 0, 0], false),
+            ([0, 0, 0], false),
+        ] {
+            assert_eq!(is_disjoint(&blocks, &starts), disjoint, "{starts:?}");
+        }
+    }
 
     proptest! {
         #[test]
@@ -194,7 +284,12 @@ mod tests {
                     next += lines;
                 }
             }
-            let blocks = recorder.blocks.clone();
+            let mut blocks = recorder.blocks.clone();
+            for block in &mut blocks {
+                block.died = block.died.min(recorder.clock + 1);
+            }
+            let by_size = packed(&blocks, |block| Reverse(block.lines));
+            prop_assert_eq!(by_size, packed_plainly(&blocks));
             let memory_plan = recorder.memory_plan();
             let starts: Vec<usize> = memory_plan.blocks.iter().map(|(_, start)| *start).collect();
             prop_assert!(is_disjoint(&blocks, &starts));

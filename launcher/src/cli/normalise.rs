@@ -203,6 +203,11 @@ pub(super) fn normalise(
                     )
                     .next(subcommand.help()));
                 };
+                // The rate of all parts, as most scripts call it.
+                let flag = match flag {
+                    "lr" if value.parse::<f64>().is_ok() => "learning-rate",
+                    flag => flag,
+                };
                 match without_effect(flag, &value, trainer) {
                     Some(reason) => line.notes.push(Note {
                         flag: format!("{spelled} {value}"),
@@ -288,6 +293,14 @@ pub(super) fn normalise(
     if !strangers.is_empty() {
         return Err(unknown(&strangers, &known));
     }
+    // SwissArmyTransformer's flag for adapters on weights of 4 bits.
+    let in_4_bits = line.args.iter().any(|word| word == "--load-in-4bit=true");
+    let by_qlora = seen
+        .get("load-in-4bit")
+        .is_some_and(|spelled| same(spelled, "--use_qlora"));
+    if in_4_bits && by_qlora && !seen.contains_key("use-lora") {
+        line.args.push("--use-lora=true".to_owned());
+    }
     if let Some(trainer) = trainer.filter(|_| !seen.contains_key("defaults")) {
         line.args
             .push(format!("--defaults={}", trainer.flag_value()));
@@ -348,7 +361,14 @@ fn recipe_key(
     };
     match meaning.effect(&text) {
         Effect::Flag("", _) => {}
-        Effect::Flag(flag, value) => push(line, seen, flag, spelled, value)?,
+        Effect::Flag(flag, value) => {
+            // Python's words.
+            let value = match value.as_str() {
+                "True" | "False" => value.to_ascii_lowercase(),
+                _ => value,
+            };
+            push(line, seen, flag, spelled, value)?;
+        }
         Effect::Here(reason) => line.notes.push(note(text!(
             "{text} is how it is done here: {reason}",
             "{text} 正是这里的做法：{reason}"

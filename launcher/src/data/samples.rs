@@ -6,7 +6,8 @@ use std::path::Path;
 
 use models::Processor;
 use models::data::{
-    DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize, read_datasets,
+    DATASET_INFO, DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize,
+    read_datasets,
 };
 use models::image::ImageFolder;
 use rayon::prelude::*;
@@ -131,6 +132,10 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
             "check the path; relative paths start at the current directory",
             "请检查路径；相对路径以当前目录为起点",
         )),
+        DataError::Json { path, .. } if path.ends_with(DATASET_INFO) => failure.next(text!(
+            "change the entry in {DATASET_INFO}: `file_name` is a file or directory beside it, with `formatting`, `columns` and `tags`; or give the file itself as --data",
+            "请修改 {DATASET_INFO} 中的条目：`file_name` 是它旁边的文件或目录，另有 `formatting`、`columns` 和 `tags`；或直接用 --data 指定该文件"
+        )),
         DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. }
             if refuses_key(reason) =>
         {
@@ -173,6 +178,11 @@ fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failur
                 )),
             }
         }
+        DataError::OtherImage { image, .. } => failure.next(text!(
+            "magick {0} {0}.png, or with Pillow; then remove {0}",
+            "magick {0} {0}.png，或用 Pillow；然后删除 {0}",
+            image.display()
+        )),
         DataError::UnknownFormat { .. } => failure.next(text!(
             "write the samples in one of the forms {}",
             "请按以下格式之一书写样本：{}",

@@ -355,6 +355,11 @@ fn data(error: &DataError) -> Option<String> {
                 images.display()
             )
         }
+        DataError::OtherImage { label, image } => format!(
+            "{} 是 {} 的图片，但不是 PNG、JPEG、WebP、BMP、GIF 或 TIFF 文件：请转换它",
+            image.display(),
+            label.display()
+        ),
         DataError::NoLabel { image, labels } => {
             format!("{} 在 {} 中没有标签", image.display(), labels.display())
         }
@@ -456,7 +461,7 @@ fn image(error: &ImageError) -> Option<String> {
         }
         ImageError::UnknownFormat { path } => {
             format!(
-                "图片文件 {} 不是 PNG、JPEG、WebP 或 BMP 文件",
+                "图片文件 {} 不是 PNG、JPEG、WebP、BMP、GIF 或 TIFF 文件",
                 path.display()
             )
         }

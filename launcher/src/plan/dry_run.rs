@@ -74,6 +74,33 @@ pub(crate) fn dry_run(
     Ok(most.unwrap_or_default())
 }
 
+/// Lower bound of the device memory that a rank of `plan` needs: that of one training micro-batch of the samples `train`.
+/// It takes
+/// a small part of the time of [`dry_run`]. 0 on the CPU, and for pipeline stages.
+///
+/// # Errors
+/// A sample does not fit the model.
+pub(crate) fn least_device_bytes(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    plan: &Arc<Plan>,
+    train: &[EncodedSample],
+) -> Result<u64, Failure> {
+    if config.task == Task::Answer || plan.stages() > 1 {
+        return Ok(0);
+    }
+    let need = |device: Arc<dyn Backend>| -> Result<u64, ModelError> {
+        let mut memory_plans = MemoryPlans::new(config, plan, device.clone())?;
+        let states = device.pool().stats().touched;
+        let memory_plan = memory_plans.of(config, model, train)?;
+        Ok(states + memory_plan.bytes() + memory_plans::margin(&memory_plan))
+    };
+    let needs = device::counting(config).into_iter().map(need);
+    let needs: Result<Vec<u64>, ModelError> = needs.collect();
+    let needs = needs.map_err(|e| failures::model(both("plan memory", "计划内存"), &e))?;
+    Ok(needs.into_iter().max().unwrap_or(0))
+}
+
 /// Meta device of one kind of GPU; `None` on the CPU.
 type Counting<'a> = dyn Fn() -> Option<Arc<dyn Backend>> + 'a;
 

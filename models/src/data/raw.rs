@@ -84,6 +84,14 @@ pub enum DataError {
         /// Directory in which the image was looked for.
         images: PathBuf,
     },
+    /// A label file whose image is of a format that is not read.
+    #[error("{} is the image of {}, and not a PNG, JPEG, WebP, BMP, GIF or TIFF file: convert it", image.display(), label.display())]
+    OtherImage {
+        /// Path of the label file.
+        label: PathBuf,
+        /// Path of the image.
+        image: PathBuf,
+    },
     /// An image without its label file.
     #[error("{} has no label in {}", image.display(), labels.display())]
     NoLabel {

@@ -777,6 +777,10 @@ impl Backend for CudaBackend {
         Device::Cuda
     }
 
+    fn has_values(&self) -> bool {
+        self.executor.has_values()
+    }
+
     fn pool(&self) -> &Pool {
         &self.pool
     }

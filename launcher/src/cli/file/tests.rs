@@ -293,8 +293,24 @@ fn lines_of_published_scripts_paste_in() {
 fn flags_of_swiss_army_transformer_without_a_twin_are_refused_with_what_replaces_them() {
     let sat = "--from_pretrained m --train-data d --train-iters 3";
     let (args, _) = pasted(&format!("{sat} --batch-size 4 --use_qlora"));
-    assert_eq!(args.load_in_4bit, Some(true));
+    assert_eq!((args.load_in_4bit, args.use_lora), (Some(true), Some(true)));
     assert_eq!(args.per_device_train_batch_size, Some(4));
+    let (args, _) = pasted(&format!("{sat} --use_qlora false"));
+    assert_eq!((args.load_in_4bit, args.use_lora), (None, Some(false)));
+    // Python's words, and the rate under its short name.
+    let (args, _) =
+        pasted("--model m --data d --lr 2e-5 --bits 4 --lora_enable True --double_quant True");
+    assert_eq!((args.learning_rate, args.lr), (Some(2e-5), None));
+    assert_eq!(args.quantize_double, Some(true));
+    let (_, notes) = pasted(
+        "--stage sft --finetuning_type lora --model_name_or_path m --dataset d --output_dir o --data x --pref_beta 0.1 --galore_rank 8 --do_sample true",
+    );
+    for flag in ["--pref_beta", "--galore_rank", "--do_sample"] {
+        assert!(
+            notes.iter().any(|note| note.flag == flag),
+            "{flag}: {notes:?}"
+        );
+    }
     for (flag, instead) in [
         ("--layer_range 0-16", "--lora-layers 0..16"),
         ("--use_ptlora", "--ptuning-tokens N"),

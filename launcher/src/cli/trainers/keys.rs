@@ -311,6 +311,39 @@ const LLAMA_FACTORY: &[Key] = &[
         ),
     ),
     (
+        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose",
+        Unused(OPTIMIZER),
+    ),
+    (
+        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type",
+        Unused(both(
+            "only stages beside sft have it; a run is supervised fine-tuning",
+            "只用于 sft 以外的阶段；运行是有监督微调",
+        )),
+    ),
+    (
+        "export_dir export_size export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen export_legacy_format export_hub_model_id",
+        Unused(both(
+            "`launcher export` writes other forms of the weights",
+            "其他形式的权重由 `launcher export` 写出",
+        )),
+    ),
+    (
+        "ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers ray_init_kwargs resources_per_worker placement_strategy",
+        Unused(RANKS),
+    ),
+    (
+        "do_sample max_new_tokens repetition_penalty skip_special_tokens vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config",
+        Unused(GENERATION),
+    ),
+    (
+        "upcast_lmhead_output",
+        Only(
+            &["false"],
+            both("--precision decides", "由 --precision 决定"),
+        ),
+    ),
+    (
         "use_dft_loss use_asft_loss use_eaft_loss",
         Only(&["false"], LOSS),
     ),
@@ -779,6 +812,7 @@ const SAT: &[Key] = &[
 
 /// Keys of `peft_lora.py` in CogVLM2's `finetune_demo`, and of `train_peft_lora.py` in CogVLM's.
 const COGVLM2: &[Key] = &[
+    ("show_progress", Unused(MEASURED)),
     ("lr", Flag("learning-rate")),
     ("num_epochs", Flag("num-train-epochs")),
     ("batch_size", Flag("per-device-train-batch-size")),

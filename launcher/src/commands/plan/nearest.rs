@@ -251,7 +251,7 @@ fn first_that_fits(
         let Some(neighbour) = changed(config, &flags).map(RunConfig::without_spare) else {
             continue;
         };
-        if !states_fit(planner, &neighbour)? {
+        if !states_fit(planner, &neighbour)? || !micro_batch_fits(planner, &neighbour)? {
             continue;
         }
         let planned = planner.plan(&neighbour)?;
@@ -276,8 +276,7 @@ fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     let kinds = [states.parameters, states.gradients, states.optimizer];
     let device: u64 = kinds.iter().map(|kind| kind.device).sum();
     let host: u64 = kinds.iter().map(|kind| kind.host).sum();
-    let limits = [machine.device_bytes, config.device_memory_limit];
-    let device_fits = limits.iter().flatten().all(|limit| device <= *limit);
+    let device_fits = fits_device(planner, config, device);
     let on_host = if machine.device_bytes.is_none() {
         device + host
     } else {
@@ -285,4 +284,15 @@ fn states_fit(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
     };
     let free = machine.limited(config).usable_host_bytes();
     Ok(device_fits && ranks * on_host <= free)
+}
+
+/// Whether a micro-batch alone fits into device memory. This check takes a tenth of the time of a plan.
+fn micro_batch_fits(planner: &Planner, config: &RunConfig) -> Result<bool, Failure> {
+    let bytes = planner.least_device_bytes(config)?;
+    Ok(fits_device(planner, config, bytes))
+}
+
+fn fits_device(planner: &Planner, config: &RunConfig, bytes: u64) -> bool {
+    let limits = [planner.machine().device_bytes, config.device_memory_limit];
+    limits.iter().flatten().all(|limit| bytes <= *limit)
 }

@@ -1,7 +1,9 @@
 //! Planner for configurations that differ in flags, with the user's samples or an artificial one.
 
 use crate::cli::PlanArgs;
-use crate::config::{Found, RunConfig, RunPlan, Strategy};
+use crate::config::{
+    Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunPlan, Strategy, ZeroAuto,
+};
 use crate::data::check::{fill, largest};
 use crate::data::{SampleSet, Sampler};
 use crate::error::failures::unusable;
@@ -13,7 +15,8 @@ use crate::model::setup::shapes;
 use crate::plan::disk_check::{DiskCheck, saves};
 use crate::plan::rank_memory::{fixed, whole_memory};
 use crate::plan::{
-    Counted, HeldOut, Machine, Settled, Work, check_data, dry_run, image_bytes, settle,
+    Counted, HeldOut, Machine, Settled, Work, check_data, dry_run, image_bytes, least_device_bytes,
+    settle,
 };
 use engine::Plan;
 use models::data::EncodedSample;
@@ -177,6 +180,40 @@ impl Planner {
         whole_memory(config, model, processor, plan, &worst, eval)
     }
 
+    /// Lower bound of the device memory that a rank of `asked` needs, by [`least_device_bytes`]; 0 if a choice that changes
+    /// the passes is left to [`settle`].
+    pub(super) fn least_device_bytes(&self, asked: &RunConfig) -> Result<u64, Failure> {
+        let draft = asked.draft();
+        if draft.zero_auto == Some(ZeroAuto::Open)
+            || draft.optimizer_in_backward == OptimizerInBackward::Auto
+        {
+            return Ok(0);
+        }
+        let draft = draft.with_prefetch_weights(match draft.prefetch_weights {
+            PrefetchWeights::Auto => PrefetchWeights::Off,
+            asked => asked,
+        });
+        let (model, plan) = shapes(&draft)?;
+        let train = match &self.samples {
+            Some(samples) => largest(&samples.train, &draft, &*samples.processor)?,
+            None => self.made_up_batch(&draft)?,
+        };
+        least_device_bytes(&draft, &*model, &Arc::new(plan), &train)
+    }
+
+    /// The largest micro-batch of artificial samples.
+    fn made_up_batch(&self, config: &RunConfig) -> Result<Vec<EncodedSample>, Failure> {
+        let sample = self.sample(config)?;
+        Ok(match config.batch.tokens_per_batch {
+            Some(most) => {
+                let mut train = vec![sample; most / config.batch.model_max_length.min(most)];
+                fill(&mut train, most, config.batch.model_max_length);
+                train
+            }
+            None => vec![sample; config.batch.micro_batch],
+        })
+    }
+
     /// Computes the memory of one rank by a dry run. Every sample of the batch is an artificial one of the maximum
     /// length and image size, or of the video's.
     fn made_up(
@@ -185,15 +222,7 @@ impl Planner {
         model: &dyn VisionLanguageModel,
         plan: &Arc<Plan>,
     ) -> Result<RankMemory, Failure> {
-        let sample = self.sample(config)?;
-        let train = match config.batch.tokens_per_batch {
-            Some(most) => {
-                let mut train = vec![sample; most / config.batch.model_max_length.min(most)];
-                fill(&mut train, most, config.batch.model_max_length);
-                train
-            }
-            None => vec![sample; config.batch.micro_batch],
-        };
+        let train = self.made_up_batch(config)?;
         let input = SampleInput::from(&train[0]);
         let prompt = Prompt {
             input,

@@ -7,7 +7,7 @@ use crate::config::{Found, OptimizerInBackward, PrefetchWeights, RunConfig, RunP
 use crate::device::Nvidia;
 use crate::error::{ErrorCode, Failure};
 use crate::lang::{Lang, columns};
-use crate::memory::RankMemory;
+use crate::memory::{Phase, RankMemory};
 use crate::model::setup::shapes;
 use crate::plan::rank_memory::{fixed, plan_event};
 use crate::plan::{
@@ -216,7 +216,7 @@ fn every_tier_and_phase_is_counted_as_configured() {
     for cell in grid() {
         let (memory, fit) = planned(&config(directory.path(), &cell));
         assert!(fit.fits(), "{cell}");
-        let backward = &memory.phases[&crate::memory::Phase::Backward];
+        let backward = &memory.phases[&Phase::Backward];
         let (device, host, nvme) = (&backward.device, &backward.host, &backward.nvme);
         let on_disk = cell.contains("nvme");
         assert_eq!(nvme.contains_key("optimizer"), on_disk, "{cell}");
@@ -872,4 +872,72 @@ fn quantized_weights_are_proposed_beside_the_nearest_layout() {
     };
     assert_eq!(weights.formats, ["nf4, double"]);
     assert!(weights.bytes * 3 < 2 * weights.params, "{weights:?}");
+}
+
+/// A sample longer than a tile that does not fit: the first proposal keeps the result and computes the feed-forward
+/// layers in tiles.
+#[test]
+fn tiles_are_proposed_where_no_other_layout_fits() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let config_file = directory.path().join("config.json");
+    let text = std::fs::read_to_string(&config_file).expect("a file");
+    let wide = text.replace("\"intermediate_size\":512", "\"intermediate_size\":8192");
+    std::fs::write(&config_file, wide).expect("written");
+    let flags = "--model-max-length 12000 --eval-strategy no --zero 3 --lora-rank 8 --ram 1TiB --device cuda \
+                 --checkpoint-num-layers 6 --offload param=cpu,optimizer=cpu,activation=cpu";
+    let by = |device: u64, more: &str| {
+        planner_by(&config_file, &format!("{flags} --hw 1x{device} {more}")).expect("a planner")
+    };
+    let need = |more: &str| {
+        let (planner, config) = by(UNBOUNDED, more);
+        planner.plan(&config).expect("a plan").fit.need.device
+    };
+    let (whole, tiles) = (need(""), need("--mlp-tile-tokens 4096"));
+    assert!(tiles < whole, "{tiles} {whole}");
+    let (planner, config) = by(u64::midpoint(tiles, whole), "");
+    let found = super::nearest::nearest(&planner, &config).expect("a search");
+    let first = found.first().expect("a proposal");
+    assert_eq!(first.flags, [("mlp-tile-tokens", "4096".to_owned())]);
+    assert!(first.planned.fit.fits());
+}
+
+/// `--eval-strategy no` leaves the passes of an evaluation out of a plan without data.
+#[test]
+fn a_plan_without_data_counts_an_evaluation_unless_it_is_off() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let phases = |flags: &str| {
+        let planned = planned_by(directory.path(), flags);
+        let phases: Vec<Phase> = planned.memory.phases.keys().copied().collect();
+        phases
+    };
+    assert!(phases("").contains(&Phase::Eval));
+    assert!(!phases("--eval-strategy no").contains(&Phase::Eval));
+}
+
+/// The search for proposals skips what a micro-batch alone exceeds, so its bytes are a lower bound of the need.
+#[test]
+fn a_micro_batch_needs_at_most_what_the_plan_needs() {
+    let directory = tempfile::tempdir().expect("temp dir");
+    write_config(directory.path());
+    let config_file = directory.path().join("config.json");
+    for flags in [
+        "--zero 2 --eval-strategy no",
+        "--zero 3 --lora-rank 8",
+        "--zero 3 --offload cpu --optimizer-in-backward off",
+        "--zero 3 --lora-rank 8 --offload param=cpu,optimizer=cpu,activation=cpu --mlp-tile-tokens 256",
+        "--zero 0 --tokens-per-batch 4096 --prefetch-weights off",
+    ] {
+        let line =
+            format!("--model-max-length 1024 --device cuda --hw 2x{UNBOUNDED} --ram 1TiB {flags}");
+        let (planner, config) = planner_by(&config_file, &line).expect("a planner");
+        let config = config.without_spare();
+        let least = planner.least_device_bytes(&config).expect("a bound");
+        let need = planner.plan(&config).expect("a plan").memory.peak.device;
+        assert!(
+            least <= need && 2 * least > need,
+            "{flags}: {least} of {need}"
+        );
+    }
 }

@@ -84,11 +84,18 @@ impl Columns {
         let Value::Object(fields) = entry else {
             return entry;
         };
+        let taken: Vec<&str> = self
+            .keys
+            .iter()
+            .filter(|(column, _)| fields.contains_key(column))
+            .map(|(_, name)| *name)
+            .collect();
         let renamed = |(key, value): (String, Value)| {
             let known = self.keys.iter().find(|(column, _)| *column == key);
             match known {
                 Some((_, "messages")) => ("messages".to_owned(), self.turns(value)),
                 Some((_, name)) => ((*name).to_owned(), value),
+                None if taken.contains(&&*key) => (beside(&key), value),
                 None => (key, value),
             }
         };
@@ -106,12 +113,15 @@ impl Columns {
         let Value::Object(fields) = turn else {
             return turn;
         };
+        let [has_role, has_content] =
+            [&self.role, &self.content].map(|key| fields.contains_key(key));
         let renamed = |(key, value): (String, Value)| {
             if key == self.content {
                 return ("content".to_owned(), value);
             }
             if key != self.role {
-                return (key, value);
+                let is_other = has_role && key == "role" || has_content && key == "content";
+                return (if is_other { beside(&key) } else { key }, value);
             }
             let known = self.speakers.iter().find(|(word, _)| value == **word);
             let role = known.map_or(value.clone(), |(_, role)| (*role).into());
@@ -119,6 +129,11 @@ impl Columns {
         };
         Value::Object(fields.into_iter().map(renamed).collect())
     }
+}
+
+/// Name of a key of the file that the reader would take, were another column not named for it.
+fn beside(key: &str) -> String {
+    format!("{key} (another column is named)")
 }
 
 fn complete(keys: Keys) -> Result<(), String> {

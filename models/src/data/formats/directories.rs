@@ -215,10 +215,11 @@ pub(super) fn read_sft(
         (directory, only_labels(directory)?)
     };
     let images = root.join(IMAGES);
-    let mut by_stem = BTreeMap::new();
+    let (mut by_stem, mut others) = (BTreeMap::new(), BTreeMap::new());
     for entry in entries(&images)? {
         let name = PathBuf::from(entry.file_name());
         if !is_image(&name) {
+            others.insert(stem(&name), name.clone());
             reader
                 .ignored
                 .count(format!("{IMAGES}/*.{}", ending(&name)));
@@ -243,7 +244,13 @@ pub(super) fn read_sft(
             continue;
         }
         let Some(name) = by_stem.remove(&stem(&label)) else {
-            return Err(DataError::NoImage { label, images });
+            return Err(match others.remove(&stem(&label)) {
+                Some(other) => DataError::OtherImage {
+                    label,
+                    image: images.join(other),
+                },
+                None => DataError::NoImage { label, images },
+            });
         };
         let turns = read_label(&label, reader)?;
         samples.extend(rounds(&stem(&label), &Path::new(IMAGES).join(name), &turns));

@@ -14,6 +14,13 @@ use crate::data::raw::{DataError, invalid};
 use crate::parquet;
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+/// Beginnings of packed files, with the name of their form and the program that unpacks them to its output.
+const PACKED: [(&[u8], &str, &str); 4] = [
+    (b"\x1f\x8b", "gzip", "zcat"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "zstdcat"),
+    (b"\xfd7zXZ", "xz", "xzcat"),
+    (b"PK\x03\x04", "zip", "unzip -p"),
+];
 
 /// Reads the entries of the file `path`, each by `each`: the rows of Parquet or CSV, a JSON list, or one object per line.
 ///
@@ -85,6 +92,16 @@ fn kind(path: &Path) -> Result<Kind, DataError> {
     // Some editors put a byte order mark in front.
     if bytes.starts_with(BYTE_ORDER_MARK) {
         bytes.drain(..BYTE_ORDER_MARK.len());
+    }
+    if let Some((_, name, tool)) = PACKED.iter().find(|(mark, ..)| bytes.starts_with(mark)) {
+        return Err(DataError::Json {
+            path: path.to_owned(),
+            line: 1,
+            column: 1,
+            reason: format!(
+                "the file is packed with {name}; unpack it, or pipe it: {tool} FILE | launcher --data -"
+            ),
+        });
     }
     if !csv::is_csv(path) {
         return Ok(Kind::Json(bytes));
@@ -435,12 +452,14 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Whether a value is, or holds, the path of an image.
+/// Whether a value is, or holds, the path of an image or the bytes of a file.
 fn names_image(value: &Value) -> bool {
     match value {
         Value::String(text) => super::images::is_image_path(text),
         Value::Array(list) => list.iter().any(names_image),
-        Value::Object(fields) => fields.values().any(names_image),
+        Value::Object(fields) => {
+            fields.get("bytes").is_some_and(Value::is_string) || fields.values().any(names_image)
+        }
         _ => false,
     }
 }

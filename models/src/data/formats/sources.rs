@@ -18,7 +18,13 @@ const WEIGHT: char = ':';
 /// What separates several files.
 const NEXT: char = ',';
 /// Sources of an entry that are not files here.
-const REMOTE: [&str; 4] = ["hf_hub_url", "ms_hub_url", "om_hub_url", "script_url"];
+const REMOTE: [&str; 5] = [
+    "hf_hub_url",
+    "ms_hub_url",
+    "om_hub_url",
+    "script_url",
+    "cloud_file_name",
+];
 
 /// Reads everything that `data` names: files and directories, separated by commas. One may be a `dataset_info.json` or a
 /// directory, followed by `#` and the name of its entry or split, and by a weight ([`weight_of`]). Relative paths of images start at `images`, otherwise beside each file.

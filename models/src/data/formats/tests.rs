@@ -278,6 +278,15 @@ fn every_spelling_of_an_image_is_read() {
             r#""pics": ["data:image/png;base64,QUJD"]"#,
             "\"pics\" names an image",
         ),
+        // A column of images that has a name of its own.
+        (
+            r#""image_1": {"bytes": "QUJD", "path": null}"#,
+            "\"image_1\" names an image",
+        ),
+        (
+            r#""shots": [{"bytes": "QUJD"}]"#,
+            "\"shots\" names an image",
+        ),
         (
             r#""image": "a", "images": ["b"]"#,
             "\"image\" and \"images\"",
@@ -287,6 +296,72 @@ fn every_spelling_of_an_image_is_read() {
         let error = only(&format!("{{{turns}, {given}}}")).unwrap_err();
         assert!(error.contains(part), "{error}");
     }
+}
+
+#[test]
+fn a_packed_file_is_refused_with_the_program_that_unpacks_it() {
+    for (bytes, tool) in [
+        (&b"\x1f\x8b\x08rest"[..], "zcat FILE | launcher --data -"),
+        (b"\x28\xb5\x2f\xfdrest", "zstdcat FILE"),
+        (b"PK\x03\x04rest", "packed with zip"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.jsonl.gz");
+        std::fs::write(&path, bytes).unwrap();
+        let error = read_samples(&path).unwrap_err().to_string();
+        assert!(error.contains(tool), "{error}");
+    }
+}
+
+/// Roles that published data sets use, in any case.
+#[test]
+fn every_published_name_of_a_role_is_read() {
+    let read = |user: &str, assistant: &str| {
+        let (sample, _) = only(&format!(
+            r#"{{"conversations": [{{"from": "{user}", "value": "q"}}, {{"from": "{assistant}", "value": "a"}}]}}"#
+        ))
+        .unwrap();
+        let roles: Vec<String> = turns(&sample)
+            .iter()
+            .map(|turn| turn.0.to_owned())
+            .collect();
+        roles
+    };
+    for user in ["user", "human", "prompter", "Human", "USER"] {
+        assert_eq!(read(user, "gpt"), ["user", "assistant"], "{user}");
+    }
+    for assistant in [
+        "assistant",
+        "gpt",
+        "bot",
+        "chatbot",
+        "chatgpt",
+        "bing",
+        "bard",
+        "model",
+        "ai",
+        "GPT",
+    ] {
+        assert_eq!(
+            read("human", assistant),
+            ["user", "assistant"],
+            "{assistant}"
+        );
+    }
+    for system in ["system", "developer", "System"] {
+        assert_eq!(read(system, "gpt")[0], "system", "{system}");
+    }
+    for observed in [
+        "observation",
+        "tool",
+        "tool_response",
+        "function",
+        "function_response",
+    ] {
+        assert_eq!(read("human", observed)[1], "observation", "{observed}");
+    }
+    // The family's rules refuse another name.
+    assert_eq!(read("human", "claude")[1], "claude");
 }
 
 #[test]
@@ -313,6 +388,10 @@ fn images_inside_of_a_text_leave_their_mark() {
             r#"[{"type": "image"}, {"type": "text", "text": "q"}]"#,
             r#", "images": ["p"]"#,
         ),
+        (
+            r#"[{"type": "image", "source": {"type": "url", "url": "file://p"}}, {"type": "output_text", "text": "q"}]"#,
+            "",
+        ),
         (r#"[{"image": "p"}, {"text": "q"}]"#, ""),
         (r#""<img>p</img>q""#, ""),
     ] {
@@ -324,6 +403,19 @@ fn images_inside_of_a_text_leave_their_mark() {
         );
         assert_eq!(images(&sample), [(SINGLE_IMAGE, "p")]);
     }
+    for part in [
+        r#"{"type": "image", "base64": "QUJD"}"#,
+        r#"{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}"#,
+    ] {
+        let (sample, ignored) = parts(&format!("[{part}]"), "").unwrap();
+        assert_eq!(images(&sample), [(SINGLE_IMAGE, "data:;base64,QUJD")]);
+        assert!(ignored.is_empty(), "{ignored:?}");
+    }
+    let error = parts(
+        r#"[{"type": "image", "source": {"type": "file", "file_id": "f"}}]"#,
+        "",
+    );
+    assert!(error.unwrap_err().contains("is no source of an image"));
     let two = r#"[{"type": "image", "path": "a"}, "or", {"type": "image", "path": "b"}]"#;
     let (sample, _) = parts(two, "").unwrap();
     assert_eq!(turns(&sample)[0], ("user", "<image_00>or<image_01>"));
@@ -589,6 +681,11 @@ fn labels_and_images_must_match() {
     );
     assert!(
         matches!(read(&[a, of_a, of_b]), DataError::NoImage { label, .. } if label.ends_with("labels_en/b.json"))
+    );
+    let error = read(&[a, ("images/b.heic", ""), of_a, of_b]);
+    assert!(
+        matches!(&error, DataError::OtherImage { image, .. } if image.ends_with("images/b.heic")),
+        "{error}"
     );
     let error = read(&[a, of_a, ("labels_zh/a.json", LABEL)]);
     assert!(matches!(error, DataError::AmbiguousFormat { .. }));
@@ -954,7 +1051,7 @@ fn several_files_and_entries_of_dataset_info_are_read_in_order() {
           "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "Q", "assistant_tag": "A"}},
         "plain": {"file_name": "alpaca.json", "columns": {"prompt": "ask", "response": "reply"}},
         "some": {"file_name": "odd.json", "formatting": "sharegpt", "num_samples": 3},
-        "none": {"file_name": "odd.json", "num_samples": 0}, "far": {"hf_hub_url": "x/y"}, "pairs": {"file_name": "odd.json", "ranking": true}}"#;
+        "none": {"file_name": "odd.json", "num_samples": 0}, "far": {"cloud_file_name": "s3://x"}, "pairs": {"file_name": "odd.json", "ranking": true}}"#;
     let odd = r#"[{"talk": [{"who": "Q", "says": "<image>q"}, {"who": "A", "says": "a"}], "pics": ["x.png"], "note": "n"}]"#;
     let dir = directory(&[
         ("dataset_info.json", info),
@@ -991,6 +1088,28 @@ fn several_files_and_entries_of_dataset_info_are_read_in_order() {
         let error = read(&data).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
+    // A column that the entry names comes before one that the reader would take, in any order of the file.
+    let both = [
+        r#"[{"instruction": "x", "ask": "q", "reply": "r", "output": "y"}]"#,
+        r#"[{"ask": "q", "instruction": "x", "output": "y", "reply": "r"}]"#,
+    ];
+    for text in both {
+        std::fs::write(dir.path().join("alpaca.json"), text).unwrap();
+        let found = &read(&format!("{info}#plain")).unwrap()[0];
+        assert_eq!(
+            turns(&found.samples[0]),
+            [("user", "q"), ("assistant", "r")]
+        );
+        let named = |key: &str| (format!("{key} (another column is named)"), 1);
+        assert_eq!(found.ignored, [named("instruction"), named("output")]);
+    }
+    let both = r#"[{"messages": [], "talk": [{"who": "Q", "says": "q", "role": "A", "content": "x"}, {"role": "Q", "who": "A", "says": "a"}], "conversations": []}]"#;
+    std::fs::write(dir.path().join("odd.json"), both).unwrap();
+    let found = &read(&format!("{info}#mine")).unwrap()[0];
+    assert_eq!(
+        turns(&found.samples[0]),
+        [("user", "q"), ("assistant", "a")]
+    );
     // An epoch takes three samples, twice as many with a weight of 2.
     let two = dir.path().join("odd.json");
     let turns =

@@ -146,7 +146,7 @@ fn joined(parts: Vec<Value>, ignored: &mut Ignored) -> Result<(String, Vec<PathB
         let kind =
             kind.unwrap_or_else(|| if keys.has("text") { "text" } else { "image" }.to_owned());
         match kind.as_str() {
-            "text" | "input_text" => {
+            "text" | "input_text" | "output_text" => {
                 let part = keys.take_one_of(&["text", "value", "content"])?;
                 let Some((_, Value::String(part))) = part else {
                     return Err(keys.refusal("a part of the type \"text\" has no text"));
@@ -154,13 +154,21 @@ fn joined(parts: Vec<Value>, ignored: &mut Ignored) -> Result<(String, Vec<PathB
                 text.push_str(&escaped(part));
             }
             "image" | "image_url" | "input_image" => {
-                let path =
-                    keys.take_one_of(&["image", "image_url", "url", "path", "value", "bytes"])?;
+                let path = keys.take_one_of(&[
+                    "image",
+                    "image_url",
+                    "url",
+                    "path",
+                    "value",
+                    "bytes",
+                    "base64",
+                    "source",
+                ])?;
                 if let Some((key, value)) = path {
-                    let value = if key == "bytes" {
-                        serde_json::json!({key: value})
-                    } else {
-                        value
+                    let value = match key {
+                        "bytes" | "base64" => serde_json::json!({"bytes": value}),
+                        "source" => sourced(&value).map_err(|reason| keys.refusal(&reason))?,
+                        _ => value,
                     };
                     images.extend(images::path(&value).map_err(|reason| keys.refusal(&reason))?);
                 }
@@ -173,6 +181,15 @@ fn joined(parts: Vec<Value>, ignored: &mut Ignored) -> Result<(String, Vec<PathB
         keys.finish("turns[].content[].", ignored);
     }
     Ok((text, images))
+}
+
+/// The image of a source `{type: base64, data}` or `{type: url, url}`, as Anthropic's interface writes it.
+fn sourced(source: &Value) -> Result<Value, String> {
+    match (&source["data"], &source["url"]) {
+        (data @ Value::String(_), Value::Null) => Ok(serde_json::json!({"bytes": data})),
+        (Value::Null, url @ Value::String(_)) => Ok(url.clone()),
+        _ => Err(format!("{source} is no source of an image")),
+    }
 }
 
 /// `text` with the marks after a backslash as plain text.
@@ -189,7 +206,9 @@ fn escaped(text: String) -> String {
 fn spoken(role: &str, mut content: String, keys: &mut Keys) -> Result<Turn, String> {
     let role = match role.to_ascii_lowercase().as_str() {
         "user" | "human" | "prompter" => "user",
-        "assistant" | "gpt" | "bot" | "chatbot" | "chatgpt" | "model" | "ai" => "assistant",
+        "assistant" | "gpt" | "bot" | "chatbot" | "chatgpt" | "bing" | "bard" | "model" | "ai" => {
+            "assistant"
+        }
         "system" | "developer" => "system",
         "observation" | "tool" | "tool_response" | "function" | "function_response" => {
             "observation"

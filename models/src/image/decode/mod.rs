@@ -58,7 +58,7 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// The content is of a known format that is not read.
-    #[error("image file {} is {format}, which is not read: convert it to PNG or JPEG, for example with `magick {0} {0}.png` or Pillow", path.display())]
+    #[error("image file {} is {format}, which is not read: {}", path.display(), others::remedy(format, path))]
     OtherFormat {
         /// Path of the image file.
         path: PathBuf,

@@ -1,4 +1,6 @@
-//! Names of files that are no image that is read, for messages.
+//! Names of files that are no image that is read, and what to do about them, for messages.
+
+use std::path::Path;
 
 /// Beginnings of files, each with the offset at which it stands.
 const KNOWN: [(usize, &[u8], &str); 17] = [
@@ -18,8 +20,10 @@ const KNOWN: [(usize, &[u8], &str); 17] = [
     (0, b"<svg", "SVG"),
     (0, b"<!DOCTYPE html", "HTML"),
     (0, b"<html", "HTML"),
-    (0, b"version https://git-lfs", "git-lfs pointer"),
+    (0, b"version https://git-lfs", LFS),
 ];
+/// Name of the text in place of a large file that was not fetched.
+const LFS: &str = "a git-lfs pointer";
 
 /// What a file that begins with `start` is; `None` if that is not known.
 pub(super) fn name(start: &[u8]) -> Option<&'static str> {
@@ -29,4 +33,17 @@ pub(super) fn name(start: &[u8]) -> Option<&'static str> {
     };
     let known = KNOWN.iter().find(|(at, mark, _)| begins(*at, mark));
     known.map(|(_, _, name)| *name)
+}
+
+/// What to do about the file `path` of the format `format`.
+pub(super) fn remedy(format: &str, path: &Path) -> String {
+    let path = path.display();
+    match format {
+        LFS => "fetch the file with `git lfs pull`".to_owned(),
+        "HTML" => "it is a page of a web server, so fetch the image again".to_owned(),
+        "MP4" => format!("extract its frames, for example with `ffmpeg -i {path} %05d.png`"),
+        _ => format!(
+            "convert it to PNG or JPEG, for example with `magick {path} {path}.png` or Pillow"
+        ),
+    }
 }
