@@ -89,6 +89,11 @@ impl Known {
             "minicpmv4_6" | "MiniCPMV4_6ForConditionalGeneration" => {
                 ("MiniCPM-V 4.6 (minicpmv4_6)", NEW_MINICPM, "MiniCPM-V 4.5")
             }
+            "minicpmv4_7" | "MiniCPMV4_7ForConditionalGeneration" => (
+                "MiniCPM-V 4.7 (minicpmv4_7)",
+                "its layout is not implemented",
+                "MiniCPM-V 4.5",
+            ),
             _ => return None,
         };
         Some(Self {

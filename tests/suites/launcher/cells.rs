@@ -67,7 +67,7 @@ impl Form {
             match self {
                 Self::OpenBmb => sample.clone(),
                 Self::Messages => {
-                    let turn = |turn| json!({"role": turn["role"], "content": text(turn)});
+                    let turn = |turn: &Value| json!({"role": turn["role"], "content": text(turn)});
                     let turns: Vec<Value> = turns.iter().map(turn).collect();
                     json!({"messages": turns, "images": images})
                 }
@@ -76,7 +76,7 @@ impl Form {
                         true => "human",
                         false => "gpt",
                     };
-                    let turn = |turn| json!({"from": from(turn), "value": text(turn)});
+                    let turn = |turn: &Value| json!({"from": from(turn), "value": text(turn)});
                     let turns: Vec<Value> = turns.iter().map(turn).collect();
                     json!({"conversations": turns, "images": images})
                 }
