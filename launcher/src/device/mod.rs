@@ -2,6 +2,7 @@
 //! opens its GPU.
 
 pub(crate) mod checks;
+pub(crate) mod cores;
 mod cuda;
 mod memory;
 pub mod survey;

@@ -8,7 +8,7 @@ use crate::config::{
     fault_lines,
 };
 use crate::data::{SampleSet, check, problems};
-use crate::device::{Devices, counting_of, gpu_of};
+use crate::device::{Devices, cores, counting_of, gpu_of};
 use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
@@ -118,10 +118,15 @@ impl<'a> Opened<'a> {
         stop: &StopFlag,
         devices: &'a dyn Devices,
     ) -> Result<Self, NotOpened> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = (cores / env.local_world_size.max(1)).max(1);
-        start_pool(Some(threads))?;
+        let bound = cores::bind(config.bind_cores.as_ref(), config.device, env)?;
+        start_pool(Some(bound.threads))?;
         let reporter = Reporter::for_rank(env);
+        if env.rank == 0 {
+            bound
+                .line()
+                .into_iter()
+                .for_each(|line| reporter.emit(&line));
+        }
         if env.rank == 0 && !env.is_supervised() {
             // Under another launcher no supervisor prints these warnings.
             for text in fault_lines(config) {

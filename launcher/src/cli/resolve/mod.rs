@@ -135,6 +135,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         mp_split: args.mp_split.clone(),
         ranks_here: ranks_here(args, env, world_size),
         ranks_per_gpu: None,
+        bind_cores: args.bind_cores.clone(),
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         device: chosen.device,
         gpus: chosen.gpus.clone(),
@@ -888,6 +889,11 @@ impl RunConfig {
             let counts: Vec<String> = split.iter().map(u32::to_string).collect();
             ("mp-split", counts.join(","))
         }));
+        flags.extend(
+            self.bind_cores
+                .as_ref()
+                .map(|cores| ("bind-cores", cores.to_string())),
+        );
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));
