@@ -543,6 +543,23 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         direction: Direction,
     ) -> Result<Tensor>;
 
+    /// RMS norm of every head of `x [t, h, d]`, and its rotation: [`Backend::rope`] of [`Backend::rms_norm`], with their
+    /// bits. `weight` is `[d]`; `cos` and `sin` are f32 `[t, w]`.
+    ///
+    /// # Errors
+    /// When shapes do not match or the pool is full.
+    fn rms_norm_rope(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f32,
+        [cos, sin]: [&Tensor; 2],
+        layout: RopeLayout,
+    ) -> Result<Tensor> {
+        let normed = self.rms_norm(x, weight, eps)?;
+        self.rope(&normed, cos, sin, layout, Direction::Forward)
+    }
+
     /// Softmax attention over tiles of keys with an online softmax, as FlashAttention. No `t x s` buffer exists.
     ///
     /// # Errors

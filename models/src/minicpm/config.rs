@@ -4,6 +4,7 @@ use crate::config::{
     ConfigError, Fields, MAX_GRID, Rope, at_most, divisible, grid, reads_config_json, size,
     unsupported,
 };
+use crate::families::NEW_MINICPM;
 use serde_json::Value;
 
 /// Elements of one head of the resampler's attention, which has `hidden_size / 128` heads.
@@ -212,6 +213,7 @@ impl Family {
             Some(Value::String(text)) => text,
             Some(other) => other.to_string(),
             // The first releases carried no version.
+            None if family == Self::Omni => "without a version".to_owned(),
             None if sizes == [Some(2304), Some(64)] => "2.0 (no version field)".to_owned(),
             None => "2.5 (no version field)".to_owned(),
         };
@@ -239,6 +241,8 @@ fn lacking(version: &str) -> &'static str {
     match version.split(' ').next() {
         Some("2.0") => "its tower, resampler and decoder (MiniCPM-2.4B) are other ones",
         Some("2.5") => "its decoder is Llama 3 with a prompt of its own",
+        Some("4.6") => NEW_MINICPM,
+        Some("without") => "its release decides what it computes",
         _ => "its layout is not implemented",
     }
 }
@@ -510,6 +514,9 @@ mod tests {
         let mut config = base();
         config.as_object_mut().unwrap().shift_remove("version");
         assert!(parse(&config).unwrap_err().to_string().contains("2.5"));
+        config["model_type"] = json!("minicpmo");
+        let error = parse(&config).unwrap_err().to_string();
+        assert!(error.contains("MiniCPM-o without a version"), "{error}");
     }
 
     /// A decoder of release 4.0 with `scaling` as its `rope_scaling`.

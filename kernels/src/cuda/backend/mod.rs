@@ -1097,6 +1097,37 @@ impl Backend for CudaBackend {
         })
     }
 
+    fn rms_norm_rope(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f32,
+        [cos, sin]: [&Tensor; 2],
+        layout: RopeLayout,
+    ) -> Result<Tensor> {
+        const OP: &str = "rms_norm_rope";
+        check::norm(OP, x, &[weight])?;
+        let w = check::rope(x, cos, sin)?;
+        let own = self.parameter(weight, x.dtype())?;
+        let shape = Self::norm_shape(x, own.dtype(), Kind::Rms, eps)?;
+        let y = self.output(x.shape(), x.dtype())?;
+        let at = norm::Rotated {
+            x: self.address(OP, x)?,
+            weight: self.address(OP, &own)?,
+            cos: self.address(OP, cos)?,
+            sin: self.address(OP, sin)?,
+            y: self.address(OP, &y)?,
+        };
+        let sizes = [x.dim(1) as u32, w as u32];
+        if let Some(launch) = norm::rotated(&shape, &at, sizes, layout) {
+            self.run(OP, [launch])?;
+            return Ok(y);
+        }
+        drop(y);
+        let normed = self.rms_norm(x, weight, eps)?;
+        self.rope(&normed, cos, sin, layout, Direction::Forward)
+    }
+
     fn attention(&self, args: AttentionArgs<'_>) -> Result<AttentionOut> {
         const OP: &str = "attention";
         let sizes = check::attention(&args)?;
