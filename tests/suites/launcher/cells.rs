@@ -96,11 +96,21 @@ fn cell(row: &[usize]) {
     let site = Site::with_family(CHECKPOINTS[pack]);
     fs::create_dir(site.path("disk")).unwrap();
     let data = FORMS[form].write(&site);
-    let (method, precision) = (METHODS[method], PRECISIONS[precision]);
-    let line = format!(
-        "{method} {} {} --precision {precision} --nproc 2 --data {data}",
-        STAGES[stage], TIERS[tier]
-    );
+    let method = METHODS[method];
+    let line = |precision: &str| {
+        format!(
+            "{method} {} {} --precision {precision} --nproc 2 --data {data}",
+            STAGES[stage], TIERS[tier]
+        )
+    };
+    let mut precision = PRECISIONS[precision];
+    if precision == "fp16" && !CHECKPOINTS[pack].starts_with("minicpm") {
+        let outcome = site.run(&line(precision));
+        assert_eq!(outcome.code, Some(2), "{}", outcome.screen);
+        assert!(outcome.screen.contains("fp16"), "{}", outcome.screen);
+        precision = "bf16";
+    }
+    let line = line(precision);
     let cell = format!("{}: {line}", CHECKPOINTS[pack]);
     site.train(&line);
     let adapts = method.contains("lora");
