@@ -4,22 +4,24 @@
 # Logs and tables go to OUT. With --work WORK they go to WORK, and OUT receives the summary, the tables and one archive of
 # all, renewed after each stage. After a failing stage the others still run. Exits with 0 when every stage passed.
 # usage: scripts/gpu-check.sh BIN [OUT] [--call 1|2|3|all] [--work WORK] [--stages a,b] [--cases a,b] [--budget SECONDS]
-#        [--device cuda|cpu] [--arch native]
+#        [--device cuda|cpu] [--arch native] [--small]
 # The stages are divided into three calls of at most 480 s, each useful alone; all is the default. The first call shows whether
 # the GPU works and how fast it is, the second checks and times every kernel, the third trains. --list prints calls, stages
 # and limits.
 # Kernels run as sm_80 code, as on A100 and RTX 30, whatever the GPU. --arch native compiles them for the present GPU; the
 # stage `native` does so for every kernel against its reference.
-# The stages `headline` (published sizes under caps of device memory) and `parity` (this machine's CPU) run only if --stages
-# names them. It judges with figures of
+# The stages `headline` (published sizes under caps of device memory), `frozen` (a base that two ranks share in host memory) and
+# `parity` (this machine's CPU) run only if --stages names them. `headline` judges with figures of
 # `probe` and `ceilings`, so run these first (--stages probe,ceilings,headline, or the same OUT as before). --cases selects
-# cases of scripts/headline.json. --device cpu runs `train`, `tiles` and `headline` without a GPU; the other stages need one.
+# cases of scripts/headline.json. --small runs every stage on the fake driver (TESSERA_CUDA_LIBS=DIR of scripts/fake-driver.sh):
+# small sizes, few updates, no judgment of rates and no limit of a stage. --device cpu runs `train`, `headline`,
+# `frozen`, `pipeline` and `tiles` without a GPU; the other stages need one.
 set -uo pipefail
 
 calls=(
   "warm-up:80 probe:60 doctor:20 ipc:30 graphs:30 backend:60 start:40 ceilings:40 copies:50 offload:60"
   "warm-up:60 ceilings:30 calibration:60 conformance:80 native:70 table:70 products:60 own:50"
-  "warm-up:60 verify:40 train:215 tiles:25 ranks:60 nccl:30 generate:25 quantized:25"
+  "warm-up:60 verify:40 train:205 ranks:50 tiles:25 pipeline:25 nccl:30 generate:25 quantized:20"
 )
 call_seconds=480
 call=all
@@ -30,6 +32,7 @@ device=cuda
 cases=
 work=
 one=
+small=
 positional=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -43,6 +46,7 @@ while [ $# -gt 0 ]; do
     --arch) arch=${2:?--arch needs sm_80 or native}; shift 2 ;;
     --work) work=${2:?--work needs a directory}; shift 2 ;;
     --one-stage) one=${2:?--one-stage needs a stage}; shift 2 ;;
+    --small) small=--small; shift ;;
     --cases) cases=${2:?--cases needs a list}; shift 2 ;;
     --budget) budget=${2:?--budget needs seconds}; shift 2 ;;
     --device) device=${2:?--device needs cuda or cpu}; shift 2 ;;
@@ -56,6 +60,23 @@ case $call in
   all) chosen=${calls[*]} ;;
   *) echo "--call needs 1, 2, 3 or all, not $call" >&2; exit 2 ;;
 esac
+# Updates of runs, seconds of waits, precisions, golden packs, and bytes of the measurement of the disk.
+steps=8
+offload_steps=10
+comm_timeout=60
+precisions="f32 bf16 fp16 pure-bf16"
+packs="$(cd "$(dirname "$0")/.." && echo "$PWD"/tests/golden/*/)"
+drift=--drift
+disk=1GiB
+if [ -n "$small" ]; then
+  steps=4
+  offload_steps=2
+  comm_timeout=600
+  precisions="f32 bf16"
+  packs="$(cd "$(dirname "$0")/.." && pwd)/tests/golden/minicpm-v-2_6"
+  drift=
+  disk=16MiB
+fi
 named=yes
 # A stage of several calls runs once.
 if [ -z "$stages" ]; then
@@ -66,6 +87,7 @@ if [ -z "$stages" ]; then
   if [ "$call" = all ]; then budget=${budget:-$((3 * call_seconds))}; fi
 fi
 budget=${budget:-$([ "$named" = yes ] && echo 590 || echo "$call_seconds")}
+[ -z "$small" ] || budget=36000
 bin=$(realpath "${positional[0]}")
 delivered=$(realpath -m "${positional[1]:-gpu-check-results}")
 out=$(realpath -m "${work:-$delivered}")
@@ -82,6 +104,7 @@ fi
 # a call, since others do not wait for it.
 limit_of() {
   local stage
+  if [ -n "$small" ]; then echo "$budget"; return; fi
   if [ "$named" = yes ]; then
     case $1 in headline) echo "$budget" ;; train) echo 300 ;; *) echo 180 ;; esac
     return
@@ -122,8 +145,8 @@ start() {
   local where
   for where in cpu "$device"; do
     rm -rf "$out/start-$where"
-    "$bin/launcher" --device "$where" --nproc 1 --zero 3 --precision f32 --max-steps 4 --logging-steps 1 --eval-strategy no \
-      --save-strategy no --output "$out/start-$where" >"$out/start-$where.txt" 2>&1 || { tail -20 "$out/start-$where.txt"; return 1; }
+    "$bin/launcher" --device "$where" --nproc 1 --zero 3 --precision f32 --max-steps $((steps / 2)) --logging-steps 1 \
+      --eval-strategy no --save-strategy no --output "$out/start-$where" >"$out/start-$where.txt" 2>&1 || { tail -20 "$out/start-$where.txt"; return 1; }
   done
   python3 "$root/scripts/gpu_start.py" "$out" cpu "$device" >"$out/start.md" || { cat "$out/start.md"; return 1; }
   cat "$out/start.md"
@@ -158,7 +181,7 @@ quantized() {
   local where
   for where in cpu "$device"; do
     rm -rf "$out/quantized-$where"
-    "$bin/launcher" --device "$where" --nproc 1 --precision f32 --quantize nf4 --lora-rank 8 --max-steps 4 --logging-steps 1 \
+    "$bin/launcher" --device "$where" --nproc 1 --precision f32 --quantize nf4 --lora-rank 8 --max-steps $((steps / 2)) --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$out/quantized-$where" >"$out/quantized-$where.txt" 2>&1 && continue
     if [ "$where" != cpu ] && grep -q -- '--quantize' "$out/quantized-$where.txt"; then
       not_offered quantized "--quantize on GPUs"
@@ -171,12 +194,37 @@ quantized() {
   cat "$out/quantized.md"
 }
 
+# Two ranks share a base of CogVLM's layers in 4 bits in host memory, registered with the driver or through pinned chunks.
+frozen() {
+  local how registers run config="$root/launcher/src/commands/synth/configs/cogvlm-chat.json" tokens=2048
+  [ "$device$small" = cuda ] || { config="$root/tests/golden/cogvlm-chat-hf/config.json"; tokens=300; }
+  rm -rf "$out/frozen-model" "$out"/frozen-{registered,pinned}*
+  python3 "$root/scripts/gpu_frozen.py" config "$config" "$out/frozen-config.json" || return 1
+  "$bin/launcher" synth --model-config "$out/frozen-config.json" --weights seeded --output "$out/frozen-model" --samples 16 \
+    --sample-tokens "$tokens" >"$out/frozen.txt" 2>&1 || { tail -20 "$out/frozen.txt"; return 1; }
+  while read -r how registers; do
+    run="$out/frozen-$how"
+    TESSERA_HOST_REGISTER=$registers "$bin/launcher" --model "$out/frozen-model" --data "$out/frozen-model/samples.json" \
+      --device "$device" --verify-gpu off --nproc 2 --collectives shm --zero 2 --offload cpu --precision bf16 --quantize nf4 \
+      --quantize-double --lora-rank 16 --max-steps 6 --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" \
+      >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+    cp "$run/trainer_log.jsonl" "$run.jsonl"
+    rm -rf "$run"
+  done <<'RUNS'
+registered auto
+pinned off
+RUNS
+  rm -rf "$out/frozen-model"
+  python3 "$root/scripts/gpu_frozen.py" judge "$out" "$device" >"$out/frozen.md" || { cat "$out/frozen.md"; return 1; }
+  cat "$out/frozen.md"
+}
+
 # Trains adapters on long samples, with the feed-forward layers in tiles and on all rows at once: the peak of device memory and
 # the time of a step. The model has wide feed-forward layers and seeded weights.
 tiles() {
   local run tokens=24576 tile=2048 hidden=512 heads=4 layers=4 model="$out/tiles-model"
-  # As much as a CPU computes in seconds.
-  [ "$device" = cuda ] || { tokens=1024 tile=256 hidden=128 heads=2 layers=1; }
+  # As much as a CPU or the fake driver computes in seconds.
+  [ "$device$small" = cuda ] || { tokens=1024 tile=256 hidden=128 heads=2 layers=1; }
   rm -rf "$model"
   cat >"$out/tiles.config.json" <<JSON
 {"version": 2.6, "model_type": "minicpmv", "hidden_size": $hidden, "intermediate_size": 8192, "num_hidden_layers": $layers,
@@ -210,12 +258,14 @@ not_offered() {
 train() {
   local precision where run offload told more
   packs train-parity --device "$device" || return 1
-  rm -rf "$out/demo"
-  "$bin/launcher" --device "$device" --nproc 2 --zero 3 --offload cpu --output "$out/demo" >"$out/train-demo.txt" 2>&1 ||
-    { tail -20 "$out/train-demo.txt"; return 1; }
-  grep -E '^ (device|gpu|eval|resume|done)' "$out/train-demo.txt"
-  "$root/.ci/check-demo" "$out/demo" || return 1
-  rm -rf "$out/demo"
+  if [ -z "$small" ]; then
+    rm -rf "$out/demo"
+    "$bin/launcher" --device "$device" --nproc 2 --zero 3 --offload cpu --output "$out/demo" >"$out/train-demo.txt" 2>&1 ||
+      { tail -20 "$out/train-demo.txt"; return 1; }
+    grep -E '^ (device|gpu|eval|resume|done)' "$out/train-demo.txt"
+    "$root/.ci/check-demo" "$out/demo" || return 1
+    rm -rf "$out/demo"
+  fi
   for precision in f32 bf16 fp16 pure-bf16; do
     # All states on the device, part of them, or none; in one run with recomputed layer inputs. The losses are equal to the
     # last bit.
@@ -223,7 +273,7 @@ train() {
       run="$out/train-$precision-$told"
       rm -rf "$run"
       # shellcheck disable=SC2086 # the settings are several words
-      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" $more --max-steps 8 \
+      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" $more --max-steps "$steps" \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
@@ -263,7 +313,7 @@ timing() {
     run="$out/train-$group-$told"
     rm -rf "$run"
     # shellcheck disable=SC2086 # the settings are several words
-    "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $more --max-steps 8 --logging-steps 1 \
+    "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $more --max-steps "$steps" --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
     grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
     cp "$run/trainer_log.jsonl" "$run.jsonl"
@@ -320,7 +370,7 @@ ranks() {
       run="$out/ranks-$name-$how"
       rm -rf "$run" "$run.jsonl"
       # shellcheck disable=SC2086 # the settings are several words
-      "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --comm-timeout 60 --max-steps 8 \
+      "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --comm-timeout "$comm_timeout" --max-steps "$steps" \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { echo "$name $how:"; tail -20 "$run.txt"; failed=1; continue; }
       cp "$run/trainer_log.jsonl" "$run.jsonl"
@@ -339,13 +389,48 @@ CASES
   return "$failed"
 }
 
+# Trains with the layers on two pipeline stages that share the GPU, and on two GPUs where there are two. The bits are those of
+# one rank.
+pipeline() {
+  local precision how flags seen run gpus=0 failed=0 first=${CUDA_VISIBLE_DEVICES:-0}
+  {
+    echo "## pipeline stages"
+    echo
+    echo "| ranks | settings | layers | losses | seconds per step |"
+    echo "|---|---|---|---|---|"
+  } >"$out/pipeline.md"
+  [ "$device" = cpu ] ||
+    gpus=$("$bin/launcher" doctor --json | python3 -c 'import json, sys; print(len(json.load(sys.stdin)["gpus"]))') || return 1
+  for precision in f32 bf16; do
+    for how in undivided divided two-gpus; do
+      flags="--nproc 2 --mp-size 2" seen=${first%%,*}
+      case $how in
+        undivided) flags="--nproc 1" ;;
+        two-gpus) [ "$gpus" -ge 2 ] || continue; seen=${CUDA_VISIBLE_DEVICES:-0,1} ;;
+      esac
+      run="$out/pipeline-$precision-$how"
+      rm -rf "$run" "$run.jsonl"
+      # shellcheck disable=SC2086 # the settings are several words
+      CUDA_VISIBLE_DEVICES=$seen "$bin/launcher" --device "$device" $flags --zero 0 --precision "$precision" \
+        --gradient-accumulation-steps 4 --comm-timeout "$comm_timeout" --max-steps 4 --logging-steps 1 --eval-strategy no \
+        --save-strategy no --output "$run" >"$run.txt" 2>&1 || { echo "$precision $how:"; tail -20 "$run.txt"; failed=1; continue; }
+      cp "$run/trainer_log.jsonl" "$run.jsonl"
+      rm -rf "$run"
+    done
+    python3 "$root/scripts/gpu_ranks.py" "$out/pipeline-$precision" 2 "--mp-size 2 --precision $precision" >>"$out/pipeline.md" || failed=1
+  done
+  cat "$out/pipeline.md"
+  return "$failed"
+}
+
 # Runs golden packs of every family and the 200-step trajectory, in every precision. Results are in NAME-PRECISION.txt.
 packs() {
   local name=$1 precision text
   shift
-  for precision in f32 bf16 fp16 pure-bf16; do
+  for precision in $precisions; do
     text="$out/$name-$precision.txt"
-    "$bin/parity" "$@" --precision "$precision" --drift "$root"/tests/golden/*/ >"$text" 2>&1 ||
+    # shellcheck disable=SC2086 # several directories; no flag if it is empty
+    "$bin/parity" "$@" --precision "$precision" $drift $packs >"$text" 2>&1 ||
       { grep -Ev ' ok($|  \()' "$text" | grep -E 'FAIL|read|error|cause|evidence|next' | head -20; return 1; }
     echo "$precision: $(tail -1 "$text")"
   done
@@ -363,7 +448,7 @@ parity() {
   local precision
   packs parity || return 1
   echo "## parity" >"$out/parity.md"
-  for precision in f32 bf16 fp16 pure-bf16; do
+  for precision in $precisions; do
     { echo; echo "$precision:"; echo; echo '```'; grep -E 'margin:|agree|passed|200 steps' "$out/parity-$precision.txt"; echo '```'; } >>"$out/parity.md"
   done
 }
@@ -372,11 +457,11 @@ parity() {
 offload() {
   local spill precision tier run
   spill=$(mktemp -d)
-  "$bin/launcher" bench nvme "$spill" --size 1GiB >"$out/nvme.txt" || return 1
-  for precision in f32 bf16 fp16 pure-bf16; do
+  "$bin/launcher" bench nvme "$spill" --size "$disk" >"$out/nvme.txt" || return 1
+  for precision in $precisions; do
     for tier in none cpu "nvme:$spill"; do
       run="$out/run-$precision-${tier%%:*}"
-      "$bin/launcher" --zero 3 --offload "$tier" --precision "$precision" --max-steps 10 --eval-strategy no \
+      "$bin/launcher" --zero 3 --offload "$tier" --precision "$precision" --max-steps "$offload_steps" --eval-strategy no \
         --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-$precision-${tier%%:*}"
       rm -rf "$run"
@@ -388,7 +473,7 @@ offload() {
     for early in off all; do
       run="$out/run-early-$clip-$early"
       "$bin/launcher" --zero 3 --offload "nvme:$spill" --precision bf16 --max-grad-norm "$clip" --optimizer-in-backward "$early" \
-        --max-steps 10 --eval-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
+        --max-steps "$offload_steps" --eval-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-early-$clip-$early"
       rm -rf "$run"
     done
@@ -446,12 +531,12 @@ for stage in ${stages//,/ }; do
   rm -f "$out/$stage.md" "$out/$stage.json" "$out/$stage.log"
   if [ "$(type -t "$stage")" = function ]; then
     timeout --kill-after=5 "$limit" bash "$0" "$bin" "$delivered" --work "$out" --one-stage "$stage" --budget "$limit" \
-      --device "$device" --arch "$arch" ${cases:+--cases "$cases"} 2>&1 | tee "$out/$stage.log"
+      --device "$device" --arch "$arch" ${cases:+--cases "$cases"} $small 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   else
     timeout --kill-after=5 "$limit" "$bin/gpu_check" "$stage" --out "$out" --emulated "$bin/emulated" \
       --seconds $((limit > 10 ? limit - 5 : limit)) ${packages:+--python-packages "$packages"} \
-      --peers "$root/scripts/gpu_peers.py" 2>&1 | tee "$out/$stage.log"
+      ${small:---peers "$root/scripts/gpu_peers.py"} 2>&1 | tee "$out/$stage.log"
     code=${PIPESTATUS[0]}
   fi
   took=$((SECONDS - begun))

@@ -1,5 +1,5 @@
-"""The stage `ranks` of scripts/gpu-check.sh: compares one run with different collectives.
-usage: gpu_ranks.py PREFIX RANKS SETTINGS, for the logs PREFIX-shm.jsonl, PREFIX-ipc.jsonl and possibly PREFIX-nccl.jsonl.
+"""The stages `ranks` and `pipeline` of scripts/gpu-check.sh: compares one run with different collectives, or on different GPUs.
+usage: gpu_ranks.py PREFIX RANKS SETTINGS, for logs PREFIX-HOW.jsonl of the ways in HOWS. The first one is the reference.
 Prints rows of a table. The exit status is 1 if losses differ more than allowed."""
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 # Largest relative difference of a loss per update with NCCL, as for a pass in f32 (scripts/gpu_train.py). Two f32 values
 # have one sum, so differences come from more than two ranks or from NCCL's order of summation.
 PASS = 1e-4
+HOWS = ("shm", "ipc", "nccl", "undivided", "divided", "two-gpus")
 
 
 def rows(path):
@@ -17,7 +18,7 @@ def rows(path):
 
 def main(prefix, ranks, settings):
     failures, first = [], None
-    for how in ("shm", "ipc", "nccl"):
+    for how in HOWS:
         path = Path(f"{prefix}-{how}.jsonl")
         if not path.exists():
             continue
@@ -30,7 +31,7 @@ def main(prefix, ranks, settings):
             continue
         if first is None:
             first, verdict = losses, f"{losses[0]:.4f} to {losses[-1]:.4f}"
-        elif how == "ipc":
+        elif how != "nccl":
             verdict = "the same bits" if losses == first else "NOT the same bits"
             if losses != first:
                 failures.append(f"{path.name}: {losses} instead of {first}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gpu_frozen as frozen  # noqa: E402
 import gpu_headline as headline  # noqa: E402
 import gpu_overlap as overlap  # noqa: E402
 import gpu_start as start  # noqa: E402
@@ -491,6 +492,21 @@ class Shared(unittest.TestCase):
         text = (ROOT / "docs/gpu-kernels.md").read_text()
         for name in {stage for _, stage, _ in stages}:
             self.assertIn(f"`{name}`", text)
+
+    def test_shared_frozen_weights_have_equal_losses_on_both_ways(self):
+        shared = "one copy in shared memory"
+        ways = {"registered": ([2.0, 1.0], 0.1, f"{shared}, the driver registered 1.0G in place"), "pinned": ([2.0, 1.0], 0.2, shared)}
+        self.assertEqual(frozen.judged(ways, "cuda"), [])
+        self.assertEqual(frozen.judged({**ways, "registered": ways["pinned"]}, "cpu"), [])
+        self.assertIn("did not register", frozen.judged({**ways, "registered": ways["pinned"]}, "cuda")[0])
+        self.assertIn("registered the base", frozen.judged({**ways, "pinned": ways["registered"]}, "cuda")[0])
+        self.assertIn("do not share", frozen.judged({**ways, "pinned": ([2.0, 1.0], 0.2, "")}, "cuda")[0])
+        for bad in ([2.0, 1.5], []):
+            self.assertIn("losses", frozen.judged({**ways, "pinned": (bad, 0.2, shared)}, "cuda")[0])
+        config = {"num_hidden_layers": 32, "vision_config": {"num_hidden_layers": 63, "patch_size": 14}, "vocab_size": 9}
+        short = frozen.shortened(config)
+        self.assertEqual((short["num_hidden_layers"], short["vision_config"]["num_hidden_layers"]), (4, 4))
+        self.assertEqual((short["vocab_size"], short["vision_config"]["patch_size"]), (9, 14))
 
     def test_tiles_must_lower_the_peak_and_keep_the_losses(self):
         def log(peak, losses):

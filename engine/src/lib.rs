@@ -99,6 +99,7 @@ pub use plan::{
 };
 pub use spec::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
 pub use step::OptimizerConfig;
+pub use store::registered::HostRegistered;
 pub use timing::{DeviceTimes, Times};
 pub use trace::Trace;
 pub use zero::{StepReport, Zero, check_trained};

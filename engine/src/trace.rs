@@ -33,6 +33,10 @@ pub enum Lane {
     Outward,
     /// Transfers to the device from devices of other ranks.
     Between,
+    /// Thread that sends values to the previous pipeline stage.
+    ToPrevious,
+    /// Thread that sends values to the next pipeline stage.
+    ToNext,
     /// One thread of the disk queue, by index.
     Disk(u16),
 }
@@ -54,11 +58,13 @@ impl Lane {
             Self::Inward => "to the device".into(),
             Self::Outward => "from the device".into(),
             Self::Between => "between devices".into(),
+            Self::ToPrevious => "to the previous stage".into(),
+            Self::ToNext => "to the next stage".into(),
             Self::Disk(thread) => format!("disk {thread}"),
         }
     }
 
-    /// Index of the lane in the order of declaration, from 0. Disk threads have 12 and up.
+    /// Index of the lane in the order of declaration, from 0. Disk threads have 14 and up.
     #[must_use]
     pub fn number(self) -> u32 {
         match self {
@@ -74,7 +80,9 @@ impl Lane {
             Self::Inward => 9,
             Self::Outward => 10,
             Self::Between => 11,
-            Self::Disk(thread) => 12 + u32::from(thread),
+            Self::ToPrevious => 12,
+            Self::ToNext => 13,
+            Self::Disk(thread) => 14 + u32::from(thread),
         }
     }
 }

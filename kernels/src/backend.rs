@@ -17,10 +17,11 @@ use crate::grouped::{self, GroupedMatmulArgs};
 use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::registered::HostRegistration;
 use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::timeline::DeviceSpan;
-use crate::{DType, Shape, Tensor};
+use crate::{DType, ForeignBytes, Shape, Tensor};
 
 /// Compilation units of GPU kernels, in a fixed order.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
@@ -249,6 +250,15 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the pool is full, or the number of bytes does not match shape and dtype.
     fn upload(&self, bytes: &[u8], shape: Shape, dtype: DType, tag: Tag) -> Result<Tensor>;
+
+    /// Page-locks host memory where it is, so that uploads of parts of it need no pinned chunk. `None` if the device reads
+    /// host memory directly or has no such memory.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn register_host(&self, _bytes: ForeignBytes) -> Result<Option<HostRegistration>> {
+        Ok(None)
+    }
 
     /// Reserves memory for [`Backend::upload_into`]. A discrete device allocates now, so the copy overlaps with work
     /// that is queued between the two calls. Other devices allocate in `upload_into`.
@@ -532,6 +542,23 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         layout: RopeLayout,
         direction: Direction,
     ) -> Result<Tensor>;
+
+    /// RMS norm of every head of `x [t, h, d]`, and its rotation: [`Backend::rope`] of [`Backend::rms_norm`], with their
+    /// bits. `weight` is `[d]`; `cos` and `sin` are f32 `[t, w]`.
+    ///
+    /// # Errors
+    /// When shapes do not match or the pool is full.
+    fn rms_norm_rope(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f32,
+        [cos, sin]: [&Tensor; 2],
+        layout: RopeLayout,
+    ) -> Result<Tensor> {
+        let normed = self.rms_norm(x, weight, eps)?;
+        self.rope(&normed, cos, sin, layout, Direction::Forward)
+    }
 
     /// Softmax attention over tiles of keys with an online softmax, as FlashAttention. No `t x s` buffer exists.
     ///

@@ -49,12 +49,7 @@ impl Bench {
 
     /// Machine `number` of two, which starts one rank.
     fn machine(&self, number: usize, flags: &str) -> Command {
-        self.machine_of("run", number, flags)
-    }
-
-    /// As [`Bench::machine`], for another run directory.
-    fn machine_of(&self, output: &str, number: usize, flags: &str) -> Command {
-        let mut command = self.command(output, flags);
+        let mut command = self.command("run", flags);
         command
             .env("NNODES", "2")
             .env("NODE_RANK", number.to_string())
@@ -143,22 +138,38 @@ fn two_machines_have_the_losses_of_one() {
 #[test]
 fn pipeline_stages_on_two_machines_have_the_losses_of_one_rank() {
     let bench = Bench::new();
-    let steps = "--gradient-accumulation-steps 2 --save-strategy no";
-    for (ranks, undivided) in [("1", "--nproc 1"), ("2", "--nproc 2")] {
-        let run = |command: &mut Command| command.env("NPROC_PER_NODE", ranks).spawn().unwrap();
-        let (alone, divided) = (format!("alone{ranks}"), format!("divided{ranks}"));
-        let line = format!("{undivided} {steps}");
-        let (status, text) = ended(bench.command(&alone, &line).spawn().unwrap());
-        assert_eq!(status, Some(0), "{text}");
-        let line = format!("--mp-size 2 {steps}");
-        let second = run(&mut bench.machine_of(&divided, 1, &line));
-        let (status, text) = ended(run(&mut bench.machine_of(&divided, 0, &line)));
-        assert_eq!(status, Some(0), "{text}");
-        assert!(text.contains("· tcp"), "{text}");
-        let (status, text) = ended(second);
-        assert_eq!(status, Some(0), "{text}");
-        assert_eq!(bench.losses(&divided), bench.losses(&alone));
-    }
+    let steps = "--gradient-accumulation-steps 2 --save-strategy no --max-steps 2 --per-device-train-batch-size 2";
+    let (status, text) = ended(
+        bench
+            .command("alone", &format!("--nproc 1 {steps}"))
+            .spawn()
+            .unwrap(),
+    );
+    assert_eq!(status, Some(0), "{text}");
+    let line = format!("--mp-size 2 {steps}");
+    let second = bench.machine(1, &line).spawn().unwrap();
+    let (status, text) = ended(bench.machine(0, &line).spawn().unwrap());
+    assert_eq!(status, Some(0), "{text}");
+    assert!(text.contains("· tcp"), "{text}");
+    let (status, text) = ended(second);
+    assert_eq!(status, Some(0), "{text}");
+    assert_eq!(bench.losses("run"), bench.losses("alone"));
+    // Ranks that mpirun numbered.
+    let rank = |number: &str| {
+        let parts = ["RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"];
+        let names = parts.map(|part| format!("OMPI_COMM_WORLD_{part}"));
+        let mut command = bench.command("mpirun", &line);
+        command
+            .envs(names.into_iter().zip([number, number, "2", "2"]))
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", bench.port.to_string())
+            .env("TESSERA_JOB_TOKEN", TOKEN);
+        command.spawn().unwrap()
+    };
+    let second = rank("1");
+    let (status, text) = ended(rank("0"));
+    assert_eq!((status, ended(second).0), (Some(0), Some(0)), "{text}");
+    assert_eq!(bench.losses("mpirun"), bench.losses("alone"));
 }
 
 #[test]

@@ -519,6 +519,30 @@ enum EosIds {
     Several(Vec<i32>),
 }
 
+/// Gives the configuration of a family, which has `fn read(Fields<'_>)`, the two ways to open a file.
+macro_rules! reads_config_json {
+    ($config:ty) => {
+        impl $config {
+            /// Reads `config.json` of the model directory `dir`.
+            ///
+            /// # Errors
+            /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
+            pub fn load(dir: &std::path::Path) -> Result<Self, ConfigError> {
+                Self::read($crate::config::ConfigFile::load(dir)?.fields())
+            }
+
+            /// Parses the content of a `config.json`; `path` is named in errors.
+            ///
+            /// # Errors
+            /// As `load`.
+            pub fn parse(bytes: &[u8], path: &std::path::Path) -> Result<Self, ConfigError> {
+                Self::read($crate::config::ConfigFile::parse(bytes, path)?.fields())
+            }
+        }
+    };
+}
+pub(crate) use reads_config_json;
+
 /// Why a `config.json` cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]

@@ -64,6 +64,10 @@ impl From<ConfigError> for OpenError {
     }
 }
 
+/// What this program lacks for MiniCPM-V 4.6.
+pub(crate) const NEW_MINICPM: &str =
+    "its tower merges windows of patches, and its decoder is of Qwen3.5's kind";
+
 /// Why a checkpoint that the program recognizes cannot be used, and the nearest one that can.
 struct Known {
     name: &'static str,
@@ -74,18 +78,44 @@ struct Known {
 impl Known {
     /// The checkpoint with the model type or architecture `found`, if it is known and not supported.
     fn of(found: &str) -> Option<Self> {
-        let (name, nearest) = match found {
-            "glm4v_moe" | "Glm4vMoeForConditionalGeneration" => {
-                ("GLM-4.5V or GLM-4.6V (glm4v_moe)", "GLM-4.6V-Flash")
+        const EXPERTS: &str = "its layers are mixtures of experts";
+        let (name, reason, nearest) = match found {
+            "glm4v_moe" | "glm4v_moe_text" | "Glm4vMoeForConditionalGeneration" => (
+                "GLM-4.5V or GLM-4.6V (glm4v_moe)",
+                EXPERTS,
+                "GLM-4.6V-Flash",
+            ),
+            "glm4_moe" | "Glm4MoeForCausalLM" => ("GLM-4.5 (glm4_moe)", EXPERTS, "GLM-4.6V-Flash"),
+            "minicpmv4_6" | "MiniCPMV4_6ForConditionalGeneration" => {
+                ("MiniCPM-V 4.6 (minicpmv4_6)", NEW_MINICPM, "MiniCPM-V 4.5")
             }
-            "glm4_moe" | "Glm4MoeForCausalLM" => ("GLM-4.5 (glm4_moe)", "GLM-4.6V-Flash"),
+            "minicpmv4_7" | "MiniCPMV4_7ForConditionalGeneration" => (
+                "MiniCPM-V 4.7 (minicpmv4_7)",
+                "its layout is not implemented",
+                "MiniCPM-V 4.5",
+            ),
             _ => return None,
         };
         Some(Self {
             name,
-            reason: "its layers are mixtures of experts",
+            reason,
             nearest,
         })
+    }
+
+    /// The checkpoint that a `config.json` describes, if it is known and not supported.
+    fn read(fields: Fields<'_>) -> Result<Option<Self>, ConfigError> {
+        let architectures: Vec<String> = fields.nullable("architectures")?.unwrap_or_default();
+        let own: Option<String> = fields.nullable("model_type")?;
+        let text: Option<String> = fields.nullable("text_config.model_type")?;
+        let names = own.into_iter().chain(architectures).chain(text);
+        let mut known = names.filter_map(|name| Self::of(&name));
+        // The configuration class of GLM-4.6V also wraps text models with experts.
+        let experts: Option<usize> = fields.nullable("text_config.n_routed_experts")?;
+        let with_experts = experts.filter(|count| *count > 0);
+        Ok(known
+            .next()
+            .or(with_experts.and_then(|_| Self::of("glm4v_moe"))))
     }
 }
 
@@ -130,6 +160,9 @@ impl Family {
                 Edition::CogAgent => Self::CogAgent,
             });
         }
+        if let Some(known) = Known::read(fields)? {
+            return Err(known.into());
+        }
         let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
         let architectures: Vec<String> = fields.nullable("architectures")?.unwrap_or_default();
         let architecture = architectures.into_iter().next().unwrap_or_default();
@@ -144,10 +177,7 @@ impl Family {
                     true => architecture,
                     false => model_type,
                 };
-                Err(match Known::of(&found) {
-                    Some(known) => known.into(),
-                    None => ConfigError::UnsupportedModel { found },
-                })
+                Err(ConfigError::UnsupportedModel { found })
             }
         }
     }
@@ -293,6 +323,21 @@ mod tests {
                 json!({"architectures": ["Glm4vMoeForConditionalGeneration"]}),
                 "GLM-4.6V",
                 "GLM-4.6V-Flash",
+            ),
+            (
+                json!({"model_type": "glm46v", "text_config": {"model_type": "glm4v_moe_text"}}),
+                "GLM-4.6V",
+                "GLM-4.6V-Flash",
+            ),
+            (
+                json!({"model_type": "glm46v", "text_config": {"n_routed_experts": 128}}),
+                "GLM-4.6V",
+                "GLM-4.6V-Flash",
+            ),
+            (
+                json!({"model_type": "minicpmv4_6", "text_config": {"model_type": "qwen3_5_text"}}),
+                "MiniCPM-V 4.6",
+                "MiniCPM-V 4.5",
             ),
         ] {
             let bytes = serde_json::to_vec(&config).unwrap();

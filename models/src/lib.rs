@@ -28,6 +28,7 @@ pub mod batch;
 pub mod cogvlm;
 pub mod config;
 pub mod data;
+mod declared;
 mod error;
 pub mod eva;
 pub mod families;
@@ -59,6 +60,7 @@ pub mod torch_file;
 pub mod weights;
 
 pub use batch::{Batch, VisionBatch};
+pub use declared::Declared;
 pub use error::{ModelError, Result};
 pub use families::{Family, OpenError, open_model, open_processor, open_shapes};
 pub use options::ModelOptions;
@@ -128,14 +130,23 @@ pub enum Tower {
 /// A vision-language model for training, evaluation and generation: its parameter list and its forward pass,
 /// without weights.
 pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
+    /// The model's units and parameters, with the settings of the run.
+    fn declared(&self) -> &Declared;
+
     /// The model's units and parameters, in the order of the forward pass.
-    fn spec(&self) -> &ModelSpec;
+    fn spec(&self) -> &ModelSpec {
+        &self.declared().spec
+    }
 
     /// The settings of the run that affect the model.
-    fn options(&self) -> &ModelOptions;
+    fn options(&self) -> &ModelOptions {
+        &self.declared().options
+    }
 
     /// The part of the model that the unit or parameter called `name` belongs to.
-    fn tower_of(&self, name: &str) -> Tower;
+    fn tower_of(&self, name: &str) -> Tower {
+        (self.declared().tower)(name)
+    }
 
     /// The part of the model that a unit belongs to.
     fn tower(&self, unit: UnitId) -> Tower {
@@ -144,8 +155,7 @@ pub trait VisionLanguageModel: Send + Sync + std::fmt::Debug {
 
     /// Fused layers whose projections have one adapter each, by path; none in most models.
     fn split_adapters(&self) -> &SplitAdapters {
-        static NONE: SplitAdapters = SplitAdapters::new();
-        &NONE
+        &self.declared().split_adapters
     }
 
     /// Dtype of weights and activations.

@@ -3,14 +3,15 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 use thiserror::Error;
 
 use crate::config::ConfigError;
+use crate::data::conversation::supervised;
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, RawSample,
-    SampleError, SampleSize, SampleTokens,
+    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, PlannedSample,
+    RawSample, SampleError, SampleSize, SampleTokens,
 };
 use crate::image::ImageSource;
 use crate::text::{TemplateError, Tokenizer, TokenizerError};
@@ -18,39 +19,72 @@ use crate::text::{TemplateError, Tokenizer, TokenizerError};
 /// Converter of samples to model inputs. It has the family's rules for prompts, labels and images, and the
 /// tokenizer and settings of a model directory.
 pub trait Processor: Send + Sync + std::fmt::Debug {
-    /// Turns a sample into model inputs for training.
+    /// The tokens of a training sample, from the headers of its images alone, and how to cut the images.
     ///
     /// # Errors
     /// [`SampleError`] for each way a sample can be unusable; nothing is repaired silently.
+    fn plan<'a>(
+        &'a self,
+        sample: &'a RawSample,
+        images: &'a dyn ImageSource,
+        options: &EncodeOptions,
+    ) -> Result<PlannedSample<'a>, SampleError>;
+
+    /// Turns a sample into model inputs for training.
+    ///
+    /// # Errors
+    /// As [`Processor::plan`], and for images that cannot be decoded.
     fn encode(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<EncodedSample, SampleError>;
+    ) -> Result<EncodedSample, SampleError> {
+        let PlannedSample { tokens, cut, .. } = self.plan(sample, images, options)?;
+        Ok(EncodedSample {
+            slices: cut()?,
+            input_ids: tokens.input_ids,
+            labels: tokens.labels,
+            image_bounds: tokens.image_bounds,
+            untruncated_tokens: tokens.untruncated_tokens,
+        })
+    }
 
     /// Counts the results of [`Processor::encode`], with the same checks. Of image files it reads only
     /// the headers.
     ///
     /// # Errors
-    /// As [`Processor::encode`].
+    /// As [`Processor::plan`].
     fn measure(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<SampleSize, SampleError>;
+    ) -> Result<SampleSize, SampleError> {
+        let planned = self.plan(sample, images, options)?;
+        let tokens = &planned.tokens;
+        Ok(SampleSize {
+            tokens: tokens.input_ids.len(),
+            untruncated_tokens: tokens.untruncated_tokens,
+            image_tokens: tokens.image_bounds.iter().map(|(s, e)| e - s).sum(),
+            supervised: supervised(&tokens.labels),
+            patches: planned.patches,
+            slices: tokens.slices,
+        })
+    }
 
     /// The tokens that [`Processor::encode`] would yield, from the headers of the images alone.
     ///
     /// # Errors
-    /// As [`Processor::measure`].
+    /// As [`Processor::plan`].
     fn tokens(
         &self,
         sample: &RawSample,
         images: &dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<SampleTokens, SampleError>;
+    ) -> Result<SampleTokens, SampleError> {
+        Ok(self.plan(sample, images, options)?.tokens)
+    }
 
     /// Turns the conversation without its last answer into a prompt; nothing is truncated.
     /// The style [`PlaceholderStyle::Training`] writes images exactly as [`Processor::encode`] does.
@@ -131,10 +165,14 @@ pub enum ProcessorError {
         dir: PathBuf,
     },
     /// The directory has image settings in two files, of which each version of transformers reads another.
-    #[error("preprocessor_config.json and image_processor in processor_config.json of {} differ; remove the one that was not used in training", dir.display())]
+    #[error("{own} and {nested} in processor_config.json of {} differ; remove the one that was not used in training", dir.display())]
     TwoSettings {
         /// The model directory.
         dir: PathBuf,
+        /// Name of the file.
+        own: &'static str,
+        /// Name of the object.
+        nested: &'static str,
     },
     /// A file of image settings is not valid.
     #[error("{} is not valid", path.display())]
@@ -173,22 +211,36 @@ pub enum ProcessorError {
 pub(crate) fn read_preprocessor<T: DeserializeOwned + PartialEq>(
     dir: &Path,
 ) -> Result<T, ProcessorError> {
-    #[derive(Deserialize)]
-    struct Nested<T> {
-        image_processor: Option<T>,
-    }
-    let dir = &crate::places::main(dir);
-    let whole = read_settings::<Nested<T>>(&dir.join("processor_config.json"))?;
-    let nested = whole.and_then(|file| file.image_processor);
-    let own = read_settings(&dir.join("preprocessor_config.json"))?;
-    let dir = || dir.to_owned();
-    match (own, nested) {
-        (Some(own), Some(nested)) if own != nested => {
-            Err(ProcessorError::TwoSettings { dir: dir() })
+    let found = settings_of(dir, "preprocessor_config.json", "image_processor")?;
+    found.ok_or_else(|| ProcessorError::NoSettings {
+        dir: crate::places::main(dir),
+    })
+}
+
+/// Settings of the model directory `dir`: the file `own`, or the object `nested` of `processor_config.json`. `None` if
+/// there are none.
+///
+/// # Errors
+/// As [`read_preprocessor`], except for missing settings.
+pub(crate) fn settings_of<T: DeserializeOwned + PartialEq>(
+    dir: &Path,
+    own: &'static str,
+    nested: &'static str,
+) -> Result<Option<T>, ProcessorError> {
+    let dir = crate::places::main(dir);
+    let path = dir.join("processor_config.json");
+    let whole: Option<Map<String, Value>> = read_settings(&path)?;
+    let object = whole.and_then(|mut file| file.remove(nested));
+    let object = object.filter(|object| !object.is_null());
+    let inner: Option<T> = object
+        .map(serde_json::from_value)
+        .transpose()
+        .map_err(|source| ProcessorError::Json { path, source })?;
+    match (read_settings::<T>(&dir.join(own))?, inner) {
+        (Some(file), Some(inner)) if file != inner => {
+            Err(ProcessorError::TwoSettings { dir, own, nested })
         }
-        (own, nested) => own
-            .or(nested)
-            .ok_or_else(|| ProcessorError::NoSettings { dir: dir() }),
+        (file, inner) => Ok(file.or(inner)),
     }
 }
 
@@ -196,7 +248,7 @@ pub(crate) fn read_preprocessor<T: DeserializeOwned + PartialEq>(
 ///
 /// # Errors
 /// [`ProcessorError::Read`] or [`ProcessorError::Json`].
-pub(crate) fn read_settings<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ProcessorError> {
+fn read_settings<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ProcessorError> {
     let path = path.to_owned();
     match crate::text::read_optional(&path) {
         Ok(None) => Ok(None),
@@ -281,6 +333,7 @@ impl Normalization {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde::Deserialize;
 
     #[test]
     fn normalization_is_per_channel() {

@@ -278,6 +278,114 @@ fn ranges_of_packed_weights_are_those_of_the_whole() {
     }
 }
 
+/// A weight of `rows` rows of 256 elements, as bitsandbytes stores it with double quantization.
+fn doubly_quantized(rows: usize) -> Tensors {
+    let (shape, packing) = (
+        Shape::new(&[rows, 256]),
+        Packing::four_bit(Codebook::Nf4, true),
+    );
+    let value = |i: usize| ((i * 7919) % 1009) as f32 / 504.5 - 1.0;
+    // Blocks of other scales in each row, so that every nested scale differs.
+    let values: Vec<f32> = (0..shape.elems())
+        .map(|i| value(i) * (1.0 + (i / 256) as f32 / 8.0))
+        .collect();
+    let mut bytes = vec![0; packing.bytes(shape)];
+    packing.pack(&values, shape, &mut bytes);
+    let parts = packing.parts(shape);
+    let state = json!({
+        "quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, 256], "nested_blocksize": 256,
+        "nested_dtype": "float32", "nested_offset": f32s(&bytes[parts.offset.clone()])[0],
+    });
+    let f32_bytes = |values: &[f32]| bytemuck::cast_slice(values).to_vec();
+    let stored = [
+        ("", Dtype::U8, bytes[parts.codes].to_vec()),
+        (".absmax", Dtype::U8, bytes[parts.magnitudes].to_vec()),
+        (".nested_absmax", Dtype::F32, bytes[parts.nested].to_vec()),
+        (".quant_map", Dtype::F32, f32_bytes(Codebook::Nf4.values())),
+        (
+            ".nested_quant_map",
+            Dtype::F32,
+            f32_bytes(packed::nested_values()),
+        ),
+        (
+            ".quant_state.bitsandbytes__nf4",
+            Dtype::U8,
+            state.to_string().into_bytes(),
+        ),
+    ];
+    let tensor = |(part, dtype, data): (&str, Dtype, Vec<u8>)| {
+        let elems = data.len() / if dtype == Dtype::F32 { 4 } else { 1 };
+        let shape = if part.is_empty() {
+            vec![elems, 1]
+        } else {
+            vec![elems]
+        };
+        (format!("a.weight{part}"), (dtype, shape, data))
+    };
+    stored.map(tensor).into()
+}
+
+/// A range that begins after the first nested block reads the scales of its own blocks.
+#[test]
+fn ranges_of_doubly_quantized_weights_have_their_own_scales() {
+    let source = open(&doubly_quantized(200)).unwrap();
+    let whole = source.read("a.weight", DType::F32).unwrap();
+    for range in [16_383..16_385, 20_000..40_000, 49_151..51_200] {
+        let mut part = vec![0; 4 * range.len()];
+        let read = source.read_range("a.weight", range.clone(), DType::F32, &mut part);
+        read.unwrap();
+        assert!(part == whole[4 * range.start..4 * range.end], "{range:?}");
+    }
+}
+
+/// Only weights that a file has as they are, aligned, are mapped from it.
+#[test]
+fn weights_are_in_a_file_if_nothing_converts_them() {
+    let bytes = bytemuck::cast_slice(&[1.5f32; 8]).to_vec();
+    let tensors = Tensors::from([
+        (
+            "a.weight".to_owned(),
+            (Dtype::F32, vec![2, 4], bytes.clone()),
+        ),
+        (
+            "b.weight".to_owned(),
+            (Dtype::BF16, vec![16], bytes.clone()),
+        ),
+    ]);
+    let mut source = open(&tensors).unwrap();
+    let (file, range) = source.in_file("a.weight", DType::F32).unwrap();
+    let mut found = vec![0; 32];
+    std::os::unix::fs::FileExt::read_exact_at(file, &mut found, range.start).unwrap();
+    assert_eq!((found, range.end - range.start), (bytes, 32));
+    assert!(source.in_file("b.weight", DType::BF16).is_some());
+    for (name, dtype) in [
+        ("a.weight", DType::BF16),
+        ("b.weight", DType::F16),
+        ("c", DType::F32),
+    ] {
+        assert!(source.in_file(name, dtype).is_none(), "{name} {dtype}");
+    }
+    source.pack_on_read([("a.weight".to_owned(), Packing::Int8)].into());
+    assert!(source.in_file("a.weight", DType::F32).is_none());
+    let source = open(&doubly_quantized(1)).unwrap();
+    assert!(source.in_file("a.weight", DType::U8).is_none());
+    // A header whose end is not aligned, as some writers make.
+    let header = r#"{"a.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}} "#;
+    assert_eq!(header.len() % 4, 2);
+    let dir = tempfile::tempdir().unwrap();
+    for (pad, is_aligned) in [(0, false), (2, true)] {
+        let path = dir.path().join("model.safetensors");
+        let padded = format!("{header}{}", " ".repeat(pad));
+        let mut bytes = (padded.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(padded.as_bytes());
+        bytes.extend([0; 8]);
+        std::fs::write(&path, bytes).unwrap();
+        let source = WeightSource::open_file(&path).unwrap();
+        let place = source.in_file("a.weight", DType::F32);
+        assert_eq!(place.is_some(), is_aligned, "{pad}");
+    }
+}
+
 /// Descriptions, sizes and tables that bitsandbytes never writes.
 #[test]
 fn hostile_packed_weights_are_refused() {

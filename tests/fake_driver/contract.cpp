@@ -22,6 +22,8 @@ u32 cuMemAlloc_v2(u64*, size_t);
 u32 cuMemFree_v2(u64);
 u32 cuMemHostAlloc(P*, size_t, u32);
 u32 cuMemFreeHost(P);
+u32 cuMemHostRegister_v2(P, size_t, u32);
+u32 cuMemHostUnregister(P);
 u32 cuMemsetD8Async(u64, u8, size_t, P);
 u32 cuMemcpyHtoDAsync_v2(u64, const void*, size_t, P);
 u32 cuMemcpyDtoHAsync_v2(P, u64, size_t, P);
@@ -144,6 +146,25 @@ static void pageable_copies_are_done_with_the_hosts_bytes() {
   bytes[0] = 8;
   OK(cuMemcpyDtoHAsync_v2(back, memory, sizeof back, stream));
   HOLDS(back[0] == 7);
+}
+static void registered_memory_is_read_where_it_is() {
+  open();
+  static u8 own[N];
+  memset(own, 1, N);
+  OK(cuMemHostRegister_v2(own, N, 1));
+  IS(712, cuMemHostRegister_v2(own + 8, 8, 1));
+  OK(cuMemcpyHtoDAsync_v2(memory, own, N, stream));
+  memset(own, 2, N);  // too early: the copy has not read
+  OK(cuStreamSynchronize(stream));
+  OK(cuMemcpyDtoHAsync_v2(pinned, memory, N, stream));
+  OK(cuStreamSynchronize(stream));
+  HOLDS(all(2));
+  OK(cuMemcpyHtoDAsync_v2(memory, own, N, stream));
+  IS(1, cuMemHostUnregister(own));  // the copy still reads it
+  OK(cuStreamSynchronize(stream));
+  OK(cuMemHostRegister_v2(own, N, 1));
+  OK(cuMemHostUnregister(own));
+  IS(713, cuMemHostUnregister(own));
 }
 static void streams_are_ordered_by_events_only() {
   open();
@@ -407,7 +428,8 @@ static const struct {
   void (*run)();
 } RULES[] = {
     RULE(calls_need_a_start_and_a_context), RULE(device_memory_is_not_the_hosts), RULE(copies_read_as_late_as_allowed),
-    RULE(pageable_copies_are_done_with_the_hosts_bytes), RULE(streams_are_ordered_by_events_only),
+    RULE(pageable_copies_are_done_with_the_hosts_bytes), RULE(registered_memory_is_read_where_it_is),
+    RULE(streams_are_ordered_by_events_only),
     RULE(a_wait_is_for_the_record_before_it), RULE(ranges_must_be_allocated), RULE(handles_must_be_alive),
     RULE(memory_ends), RULE(events_with_timing_measure), RULE(kernels_get_their_parameters),
     RULE(shared_memory_needs_an_opt_in), RULE(errors_of_kernels_stay),

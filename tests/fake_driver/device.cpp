@@ -9,6 +9,7 @@
 // A kernel is an object that the emulator was compiled into (kernels/emulator). A fault is sticky, as on a GPU: what
 // is queued is dropped, so that every wait ends, and every later call of the library fails.
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -17,6 +18,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -210,6 +212,16 @@ static void product(const Message& m) {
   multiply(p);
 }
 
+// Reads memory that the program has registered.
+static void copy_in(const Message& m) {
+  for (u64 done = 0; done < m.bytes;) {
+    iovec to = {(void*)(m.at + done), m.bytes - done}, from = {(void*)(m.from + done), m.bytes - done};
+    ssize_t count = process_vm_readv((pid_t)m.pid, &to, 1, &from, 1, 0);
+    if (count <= 0) return fault(ILLEGAL_ADDRESS, "registered memory", strerror(errno));
+    done += (u64)count;
+  }
+}
+
 static u64 now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -229,6 +241,7 @@ static void run(const Message& m) {
     case LAUNCH: return lost ? void() : launch(m);
     case FILL: return lost ? void() : (void)memset((void*)m.at, m.value, m.bytes);
     case COPY: return lost ? void() : (void)memmove((void*)m.at, (void*)m.from, m.bytes);
+    case COPY_IN: return lost ? void() : copy_in(m);
     case PRODUCT: return lost ? void() : product(m);
     case RECORD: return record(state->events[m.event], m.version);
     default: return;

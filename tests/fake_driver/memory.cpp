@@ -3,6 +3,8 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
 
 #include "objects.h"
 
@@ -126,6 +128,62 @@ EXPORT u32 cuMemFreeHost(void* at) {
   mmap(at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   return code;
 }
+
+// ---- registered memory: the program's own, which the device process reads when a copy runs
+
+// Copies that may still read it, with the number of the command.
+struct Read {
+  Context* context;
+  u32 stream;
+  u64 number, from, bytes;
+};
+static std::vector<Read>& reads = *new std::vector<Read>();
+
+// Whether a copy that is not done reads a part of these bytes.
+static bool has_queued(Context* context, u64 from, u64 bytes) {
+  auto is_done = [](const Read& read) { return read.context->state->streams[read.stream].done >= read.number; };
+  reads.erase(std::remove_if(reads.begin(), reads.end(), is_done), reads.end());
+  return std::any_of(reads.begin(), reads.end(), [&](const Read& read) {
+    return read.context == context && read.from < from + bytes && from < read.from + read.bytes;
+  });
+}
+// By first byte.
+static std::map<u64, Range>& registered = *new std::map<u64, Range>();
+
+static bool is_registered(u64 at, u64 bytes) {
+  auto after = registered.upper_bound(at);
+  if (after == registered.begin()) return false;
+  auto [start, range] = *std::prev(after);
+  return at + bytes <= start + range.bytes;
+}
+EXPORT u32 cuMemHostRegister_v2(void* at, size_t bytes, u32 flags) {
+  NEED_CONTEXT();
+  if (!bytes || flags > 15) return broken(INVALID_VALUE, "a registration of %zu bytes, flags %u", bytes, flags);
+  Lock lock(busy);
+  NEED_NO_CAPTURE();
+  if (faulty("register")) return NOT_SUPPORTED;
+  u64 start = (u64)at, end = start + bytes;
+  if (start < END && end > BASE) return broken(INVALID_VALUE, "a registration of memory that the driver gave");
+  auto next = registered.lower_bound(start);
+  if (is_registered(start, 1) || (next != registered.end() && next->first < end))
+    return broken(ALREADY_REGISTERED, "a registration of memory that is registered");
+  // The device process reads this memory.
+  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
+  registered[start] = {current, bytes, false};
+  return SUCCESS;
+}
+EXPORT u32 cuMemHostUnregister(void* at) {
+  NEED_CONTEXT();
+  Lock lock(busy);
+  auto range = registered.find((u64)at);
+  if (range == registered.end()) return broken(NOT_REGISTERED, "the end of a registration that does not exist");
+  Context* context = range->second.context;
+  u64 start = range->first, bytes = range->second.bytes;
+  registered.erase(range);
+  // The reference does not say that the call waits.
+  if (has_queued(context, start, bytes)) return broken(INVALID_VALUE, "the end of a registration that a copy still reads");
+  return SUCCESS;
+}
 EXPORT u32 cuPointerGetAttribute(u32* value, int which, u64 at) {
   NEED_CONTEXT();
   Lock lock(busy);
@@ -181,6 +239,18 @@ EXPORT u32 cuMemcpyHtoDAsync_v2(u64 to, const void* from, size_t bytes, Stream* 
   if (!bytes) return SUCCESS;
   if (!is_device(to, bytes)) return broken(INVALID_VALUE, "a copy of %zu bytes to %#lx, outside of allocations", bytes, to);
   if (is_pinned((u64)from, bytes)) return copy(stream, to, (u64)from, bytes);
+  if (is_registered((u64)from, bytes)) {
+    if (stream->captures) return broken(NOT_SUPPORTED, "a copy of registered memory in a capture is not modeled");
+    Range& range = std::prev(registered.upper_bound((u64)from))->second;
+    if (!range.imported) note("read registered memory");
+    range.imported = true;  // here: whether it was read
+    Message m = {};
+    m.kind = COPY_IN, m.at = to, m.from = (u64)from, m.bytes = bytes, m.pid = getpid();
+    if (faulty("late")) return stream->late.push_back(m), SUCCESS;
+    u32 code = queue(stream, m);
+    reads.push_back({stream->context, stream->number, stream->context->state->streams[stream->number].queued, m.from, bytes});
+    return code;
+  }
   if ((u64)from >= BASE && (u64)from < END) return broken(INVALID_VALUE, "a copy from %p, which is no host memory", from);
   if (stream->captures) return broken(CAPTURE_UNSUPPORTED, "a copy of pageable memory in a capture");
   u64 pinned = staging(bytes);
@@ -200,6 +270,7 @@ EXPORT u32 cuMemcpyDtoHAsync_v2(void* to, u64 from, size_t bytes, Stream* stream
   if (is_pinned((u64)to, bytes)) {
     // What is there until the copy is done is not defined.
     if (!stream->captures) memset(to, POISON, bytes);
+    hold(stream, bytes);
     return copy(stream, (u64)to, from, bytes);
   }
   if ((u64)to >= BASE && (u64)to < END) return broken(INVALID_VALUE, "a copy to %p, which is no host memory", to);

@@ -1,6 +1,7 @@
 // Objects of the stand-in for NVIDIA's driver, and what its files share.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -15,7 +16,7 @@ enum : u32 {
   SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
   INVALID_IMAGE = 200, INVALID_CONTEXT = 201, MAP_FAILED_ = 205, PEER_ACCESS_UNSUPPORTED = 217, INVALID_PTX = 218,
   INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709,
-  LAUNCH_FAILED = 719, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
+  ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
   CAPTURE_UNMATCHED = 903, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999,
 };
 
@@ -44,6 +45,7 @@ struct Stream {
   u32 mode;
   std::vector<Message> captured;
   std::vector<Message> late;  // a fault: copies that come after the next record
+  u64 behind;                 // kernels queued before the event that it waited for last
 };
 struct Event {
   Context* context;
@@ -53,6 +55,7 @@ struct Event {
   State* of;
   u32 stream;   // of the last record, and the number of that command
   u64 command;
+  u64 launches; // kernels queued before the last record
 };
 struct Context {
   int device;
@@ -62,6 +65,10 @@ struct Context {
   State* state;
   std::deque<u32> free_streams, free_events;
   u32 modules, states;
+  std::atomic<u64> launches;  // kernels queued so far
+  unsigned long launcher;     // thread that queued the last kernel
+  std::atomic<u32> held;      // number of the stream whose copy is held, plus 1; 0: none yet
+  std::atomic<u64> held_behind, held_turns;
 };
 struct Range {
   Context* context;
@@ -123,4 +130,6 @@ u64 used(Context* context);
 void send(Context* context, const Message& m);
 u32 queue(Stream* stream, Message m);
 u32 drain(Context* context, u32 stream);
+// Holds the first large copy of another thread to the host until a kernel is queued beside it.
+void hold(Stream* stream, u64 bytes);
 u32 drain(Context* context);

@@ -47,6 +47,7 @@ enum Kind : u32 {
   LOAD,         // at: number of the object; name: its file
   FILL,         // at, bytes, value
   COPY,         // at, from, bytes
+  COPY_IN,      // at, from, bytes: from memory of the process pid
   PRODUCT,      // words: a Product
   JOIN,         // at: number of the communicator; pid, file of its group; value: rank, count: ranks
   COLLECTIVE,   // object: communicator; event: operation; from, at, bytes; value: phase

@@ -22,6 +22,7 @@ u32 queue(Stream* stream, Message m) {
     stream->captured.push_back(m);
     return SUCCESS;
   }
+  if (m.kind == LAUNCH || m.kind == PRODUCT) stream->context->launches++, stream->context->launcher = this_thread();
   m.number = ++stream->context->state->streams[stream->number].queued;
   send(stream->context, m);
   return SUCCESS;
@@ -73,6 +74,30 @@ u32 drain(Context* context) {
   return worst;
 }
 
+// ---- a copy beside kernels
+
+constexpr u64 HELD_TURNS = 100000;  // at most, of 50 microseconds and more
+
+void hold(Stream* stream, u64 bytes) {
+  static const u64 least = setting("TESSERA_FAKE_HOLD", 0);
+  Context* context = stream->context;
+  if (!least || bytes < least || context->held || this_thread() == context->launcher) return;
+  context->held_behind = stream->behind;
+  context->held = stream->number + 1;
+}
+// Whether the event comes after a copy beside which no kernel was queued yet.
+static bool is_held(Event* event) {
+  Context* context = event->context;
+  if (context->held != event->stream + 1 || context->held_turns > HELD_TURNS) return false;
+  if (context->launches > context->held_behind) {
+    note("kernels were queued beside a copy to the host");
+    context->held_turns = HELD_TURNS + 1;
+  } else if (context->held_turns++ == HELD_TURNS) {
+    broken(UNKNOWN, "no kernel was queued beside a copy to the host");
+  }
+  return context->held_turns <= HELD_TURNS;
+}
+
 // ---- streams
 
 EXPORT u32 cuStreamCreate(Stream** stream, u32 flags) {
@@ -120,6 +145,7 @@ EXPORT u32 cuStreamWaitEvent(Stream* stream, Event* event, u32 flags) {
   u64 version = event->state ? event->of->events[event->number].recorded.load() : event->version;
   std::string fault = "wait" + std::to_string(stream->number);
   if (!version || faulty(fault.c_str())) return SUCCESS;
+  stream->behind = event->launches;
   Message m = {};
   m.kind = WAIT, m.event = event->number, m.version = version, m.at = event->state;
   return queue(stream, m);
@@ -162,6 +188,7 @@ EXPORT u32 cuEventRecord(Event* event, Stream* stream) {
     stream->invalidated = true;
     return broken(CAPTURE_UNSUPPORTED, "the record of an event in a capture is not modeled");
   }
+  event->launches = event->context->launches;
   event->version = ++event->of->events[event->number].recorded;
   Message m = {};
   m.kind = RECORD, m.event = event->number, m.version = event->version;
@@ -180,7 +207,7 @@ EXPORT u32 cuEventQuery(Event* event) {
   NEED_CONTEXT();
   Lock lock(busy);
   NEED_HANDLE(events, event);
-  if (reached(event)) return SUCCESS;
+  if (reached(event) && !is_held(event)) return SUCCESS;
   want(event->context, event->stream, event->command);
   return NOT_READY;
 }
@@ -190,9 +217,9 @@ EXPORT u32 cuEventSynchronize(Event* event) {
     Lock lock(busy);
     NEED_HANDLE(events, event);
   }
-  if (faulty("synchronization") || reached(event)) return SUCCESS;
+  if (faulty("synchronization") || (reached(event) && !is_held(event))) return SUCCESS;
   want(event->context, event->stream, event->command);
-  return until(event->context, [&] { return reached(event); });
+  return until(event->context, [&] { return reached(event) && !is_held(event); });
 }
 EXPORT u32 cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
   NEED_CONTEXT();

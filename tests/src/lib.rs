@@ -3,6 +3,7 @@
 pub mod drift;
 pub mod golden;
 pub mod memory;
+pub mod pairwise;
 pub mod parity;
 pub mod pure_bf16;
 pub mod sixteen_bits;

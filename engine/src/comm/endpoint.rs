@@ -10,7 +10,7 @@ use super::{
 use kernels::DType;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 #[derive(Debug)]
@@ -71,9 +71,16 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Number of processor cores that this process could use when it first asked. A rank asks before it binds itself to its
+/// share of them.
+pub fn cores_at_start() -> usize {
+    static CORES: LazyLock<usize> =
+        LazyLock::new(|| std::thread::available_parallelism().map_or(1, usize::from));
+    *CORES
+}
+
 impl Endpoint {
     pub(super) fn new(window: Arc<Window>, world: World, deadline: Duration) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let arena = Arena::new(window.layout().region_bytes - SMALL_BYTES);
         let local = Local {
             arena,
@@ -85,7 +92,7 @@ impl Endpoint {
             window,
             world,
             deadline,
-            spin: world.size <= cores,
+            spin: world.size <= cores_at_start(),
             next: Mutex::new(0),
             local: Mutex::new(local),
             spent: AtomicU64::new(0),

@@ -14,7 +14,6 @@ use super::{
     threads,
 };
 use kernels::{DType, Shape};
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -98,6 +97,8 @@ pub struct Regions {
 pub struct Group {
     /// Name of the window, unique in the job.
     pub name: String,
+    /// Number of the window, unique in the job, from 0.
+    pub number: usize,
     /// This rank in the group, and the number of its ranks.
     pub world: World,
     /// Bytes of each rank's region.
@@ -113,14 +114,17 @@ pub fn groups(at: Coordinates, regions: Regions) -> Vec<Group> {
     let Coordinates { data, stage, .. } = at;
     let mut groups = vec![Group {
         name: format!("data-{stage}"),
+        number: stage,
         world: data,
         region_bytes: regions.data,
         ranks: (0..data.size).map(|d| at.rank(d, stage)).collect(),
     }];
     for first in stage.saturating_sub(1)..=stage.min(at.stages - 2) {
-        for direction in ["forward", "backward"] {
+        let link = data.rank * (at.stages - 1) + first;
+        for (backward, direction) in ["forward", "backward"].into_iter().enumerate() {
             groups.push(Group {
                 name: format!("link-{}-{first}-{direction}", data.rank),
+                number: at.stages + 2 * link + backward,
                 world: World {
                     rank: stage - first,
                     size: 2,
@@ -133,9 +137,9 @@ pub fn groups(at: Coordinates, regions: Regions) -> Vec<Group> {
     groups
 }
 
-/// Value that one pipeline stage sends to its neighbor: an activation, or the gradient of one.
-#[derive(Clone, Debug)]
-pub struct Sent<'a> {
+/// Description of a value that one pipeline stage sends to its neighbor: an activation, or the gradient of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sent {
     /// Index of the value in its pass, equal on both stages.
     pub index: u32,
     /// Whether the receiver returns a gradient of the value.
@@ -144,8 +148,14 @@ pub struct Sent<'a> {
     pub shape: Shape,
     /// Element type of the value.
     pub dtype: DType,
-    /// Content of the value.
-    pub bytes: Cow<'a, [u8]>,
+}
+
+impl Sent {
+    /// Number of bytes of the value.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.shape.elems() * self.dtype.size_bytes()
+    }
 }
 
 /// Links of one stage with a neighbor.
@@ -290,15 +300,19 @@ impl Mesh {
         links.flat_map(|link| [&link.forward, &link.backward])
     }
 
-    /// Total time that this rank has spent in collectives and transfers.
+    /// Total time that this rank has spent in collectives and in waits for values of its neighbors.
     #[must_use]
     pub fn time_spent(&self) -> Duration {
         let world = match self.coordinates.stages {
             1 => Duration::ZERO,
             _ => self.world.time_spent(),
         };
-        let links = self.links().map(|link| link.time_spent());
-        self.data.time_spent() + world + links.sum()
+        let received = [
+            self.previous.as_ref().map(|link| &link.forward),
+            self.next.as_ref().map(|link| &link.backward),
+        ];
+        let received = received.into_iter().flatten().map(|c| c.time_spent());
+        self.data.time_spent() + world + received.sum()
     }
 
     /// Tells every group of this rank that it cannot continue.
@@ -335,18 +349,22 @@ impl Mesh {
         })
     }
 
-    /// Sends values to a neighbor. It returns when the values are in the link's window; it waits only while the previous
-    /// transfer is still being read there. The region of a link must have space for all values of one transfer.
+    /// Sends values to a neighbor. `fill` writes the bytes of one of them, by its position in `values`. It returns when
+    /// the values are in the link's window; it waits only while the previous transfer is still being read there. The
+    /// region of a link must have space for all values of one transfer.
     ///
     /// # Errors
-    /// [`CommError::TooManyValues`], [`CommError::WindowFull`], or the error of a dead link.
-    pub fn send(&self, to: Neighbor, values: &[Sent<'_>]) -> Result<(), CommError> {
+    /// [`CommError::TooManyValues`], [`CommError::WindowFull`], the error of a dead link, or an error of `fill`.
+    pub fn send<E: From<CommError>>(
+        &self,
+        to: Neighbor,
+        values: &[Sent],
+        mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (comm, root) = self.channel(to, true)?;
         if values.len() > MAX_VALUES {
-            return Err(CommError::TooManyValues {
-                values: values.len(),
-                most: MAX_VALUES,
-            });
+            let (values, most) = (values.len(), MAX_VALUES);
+            return Err(CommError::TooManyValues { values, most }.into());
         }
         let kind = CollectiveKind::Broadcast { root };
         let mut header = comm.alloc(HEADER_BYTES)?;
@@ -354,9 +372,9 @@ impl Mesh {
         let op = Collective::new(kind, DType::U8, Tag::new("boundary", 0));
         // The tickets keep their buffers until all values have one, so that no two values share memory.
         let mut started = vec![comm.start(op, header)?];
-        for value in values {
-            let mut buffer = comm.alloc(value.bytes.len())?;
-            buffer.as_bytes_mut().copy_from_slice(&value.bytes);
+        for (position, value) in values.iter().enumerate() {
+            let mut buffer = comm.alloc(value.bytes())?;
+            fill(position, buffer.as_bytes_mut())?;
             let op = Collective::new(kind, DType::U8, Tag::new("activation", value.index));
             started.push(comm.start(op, buffer)?);
         }
@@ -364,14 +382,14 @@ impl Mesh {
         Ok(())
     }
 
-    /// Receives the values that a neighbor sends next, and passes each to `take`.
+    /// Receives the values that a neighbor sends next, and passes each with its bytes to `take`.
     ///
     /// # Errors
     /// [`CommError::WindowFull`], the error of a dead link, or an error of `take`.
     pub fn receive<E: From<CommError>>(
         &self,
         from: Neighbor,
-        mut take: impl FnMut(Sent<'_>) -> Result<(), E>,
+        mut take: impl FnMut(Sent, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (comm, root) = self.channel(from, false)?;
         let kind = CollectiveKind::Broadcast { root };
@@ -383,16 +401,11 @@ impl Mesh {
         // All are started first, as the sender does.
         let mut started: Vec<Ticket> = Vec::new();
         for value in &described {
-            let bytes = value.shape.elems() * value.dtype.size_bytes();
             let op = Collective::new(kind, DType::U8, Tag::new("activation", value.index));
-            started.push(comm.start(op, comm.alloc(bytes)?)?);
+            started.push(comm.start(op, comm.alloc(value.bytes())?)?);
         }
         for (value, ticket) in described.into_iter().zip(started) {
-            let buffer = ticket.wait_read()?;
-            take(Sent {
-                bytes: Cow::Borrowed(buffer.as_bytes()),
-                ..value
-            })?;
+            take(value, ticket.wait_read()?.as_bytes())?;
         }
         Ok(())
     }
@@ -431,7 +444,7 @@ const DTYPES: [DType; 7] = [
     DType::I8,
 ];
 
-fn encode(values: &[Sent<'_>], words: &mut [u64]) {
+fn encode(values: &[Sent], words: &mut [u64]) {
     words.fill(0);
     words[0] = values.len() as u64;
     for (value, words) in values.iter().zip(words[1..].chunks_mut(VALUE_WORDS)) {
@@ -447,7 +460,7 @@ fn encode(values: &[Sent<'_>], words: &mut [u64]) {
     }
 }
 
-fn decode(words: &[u64]) -> Vec<Sent<'static>> {
+fn decode(words: &[u64]) -> Vec<Sent> {
     let count = (words[0] as usize).min(MAX_VALUES);
     let values = words[1..].chunks(VALUE_WORDS).take(count);
     values
@@ -459,7 +472,6 @@ fn decode(words: &[u64]) -> Vec<Sent<'static>> {
                 wants_gradient: words[1] == 1,
                 shape: Shape::new(&dims),
                 dtype: DTYPES[(words[2] as usize).min(DTYPES.len() - 1)],
-                bytes: Cow::Borrowed(&[]),
             }
         })
         .collect()
@@ -474,13 +486,12 @@ mod tests {
         link: 1 << 16,
     };
 
-    fn sent(index: u32, values: &[f32]) -> Sent<'_> {
+    fn sent(index: u32) -> Sent {
         Sent {
             index,
             wants_gradient: index == 3,
-            shape: Shape::new(&[values.len() / 2, 2]),
+            shape: Shape::new(&[2, 2]),
             dtype: DType::F32,
-            bytes: Cow::Borrowed(bytemuck::cast_slice(values)),
         }
     }
 
@@ -494,6 +505,16 @@ mod tests {
     }
 
     #[test]
+    fn numbers_of_groups_are_unique() {
+        let of = |rank| Coordinates::of(World { rank, size: 12 }, 3).expect("a mesh");
+        let all = (0..12).flat_map(|rank| groups(of(rank), REGIONS));
+        let named: std::collections::BTreeSet<_> = all.map(|g| (g.number, g.name)).collect();
+        // 3 data groups, and both directions of 2 links of each of 4 data-parallel ranks.
+        let numbers: Vec<usize> = named.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, (0..3 + 2 * 2 * 4).collect::<Vec<_>>());
+    }
+
+    #[test]
     fn values_cross_the_boundaries_in_both_directions_and_groups_are_independent() {
         let meshes = Mesh::threads(6, 3, 1 << 16, REGIONS).expect("meshes");
         std::thread::scope(|scope| {
@@ -501,25 +522,29 @@ mod tests {
                 scope.spawn(move || {
                     let at = mesh.coordinates();
                     let own = [at.data.rank as f32, 1.0, 2.0, 3.0];
+                    let fill = |_: usize, bytes: &mut [u8]| {
+                        bytes.copy_from_slice(bytemuck::cast_slice(&own));
+                        Ok::<_, CommError>(())
+                    };
                     // More transfers than a window holds.
                     for turn in 0..100 {
                         let mut seen = Vec::new();
                         if at.stage > 0 {
-                            let take = |value: Sent<'_>| {
-                                assert_eq!(value.bytes, bytemuck::cast_slice::<f32, u8>(&own));
+                            let take = |value: Sent, bytes: &[u8]| {
+                                assert_eq!(bytes, bytemuck::cast_slice::<f32, u8>(&own));
                                 assert_eq!(value.shape.dims(), [2, 2]);
                                 seen.push((value.index, value.wants_gradient));
                                 Ok::<_, CommError>(())
                             };
                             mesh.receive(Neighbor::Previous, take).expect("received");
                             assert_eq!(seen, [(3, true), (turn, turn == 3)]);
-                            mesh.send(Neighbor::Previous, &[]).expect("sent");
+                            mesh.send(Neighbor::Previous, &[], fill).expect("sent");
                         }
                         if !at.is_last() {
-                            let values = [sent(3, &own), sent(turn, &own)];
-                            mesh.send(Neighbor::Next, &values).expect("sent");
+                            let values = [sent(3), sent(turn)];
+                            mesh.send(Neighbor::Next, &values, fill).expect("sent");
                             let nothing =
-                                |_: Sent<'_>| -> Result<(), CommError> { panic!("a value") };
+                                |_: Sent, _: &[u8]| -> Result<(), CommError> { panic!("a value") };
                             mesh.receive(Neighbor::Next, nothing).expect("received");
                         }
                         // Later stages run more collectives: each group has its own order of them.
@@ -542,7 +567,7 @@ mod tests {
         let mut meshes = Mesh::threads(2, 2, 1 << 16, REGIONS).expect("meshes");
         let second = meshes.pop().expect("a stage");
         second.abort("gone");
-        let waits = meshes[0].receive(Neighbor::Next, |_| Ok::<_, CommError>(()));
+        let waits = meshes[0].receive(Neighbor::Next, |_, _| Ok::<_, CommError>(()));
         assert!(matches!(waits, Err(CommError::Aborted { .. })), "{waits:?}");
         assert!(meshes[0].world().failure().is_some());
     }

@@ -40,6 +40,7 @@ mod process_tests;
 
 pub use buffer::{Buffer, ReadBuffer};
 pub use dry::{WindowBytes, control_bytes};
+pub use endpoint::cores_at_start;
 pub use error::{CommError, OpInfo, RankOp, RankStatus};
 pub use ticket::Ticket;
 

@@ -8,6 +8,7 @@
     reason = "sends that outlive a scope have no safe form in the binding"
 )]
 
+use super::mesh::Group;
 use super::mirror::{Inbox, Remote, Wire};
 use super::{CommError, Communicator, World};
 use ::mpi::Threading;
@@ -74,6 +75,21 @@ pub fn join(region_bytes: usize, deadline: Duration) -> Result<Arc<dyn Communica
     member(wires, region_bytes)
 }
 
+/// Joins a group of the processes that MPI started together, after [`join`]. A wait fails after `deadline`.
+///
+/// # Errors
+/// As [`join`].
+pub fn join_group(group: &Group, deadline: Duration) -> Result<Arc<dyn Communicator>, CommError> {
+    let wires = Wires {
+        hub: hub()?,
+        number: PROCESSES + 1 + group.number as u32,
+        rank: group.world.rank,
+        processes: group.ranks.iter().map(|rank| *rank as i32).collect(),
+        deadline,
+    };
+    member(wires, group.region_bytes)
+}
+
 /// A world of ranks in this process, for the conformance cases.
 #[cfg(test)]
 pub(super) fn worlds(
@@ -127,7 +143,8 @@ pub(super) fn ranks_here(size: usize) -> impl Iterator<Item = usize> {
 #[cfg(test)]
 fn next_number() -> u32 {
     use std::sync::atomic::{AtomicU32, Ordering};
-    static NEXT: AtomicU32 = AtomicU32::new(PROCESSES + 1);
+    // Beyond the numbers of a mesh's groups.
+    static NEXT: AtomicU32 = AtomicU32::new(1 << 16);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 

@@ -289,6 +289,34 @@ impl SharedMap {
     }
 }
 
+/// Read-only map of a range of a file, such as a weight in a safetensors file. Processes that map it share its pages.
+#[derive(Debug)]
+pub(crate) struct FileMap {
+    map: MmapRaw,
+    len: usize,
+}
+
+impl FileMap {
+    /// Maps the bytes `range` of `file`, which must not change while the map exists.
+    pub(crate) fn new(file: &File, range: Range<u64>) -> io::Result<Self> {
+        let len = (range.end - range.start) as usize;
+        // Beyond the end of the file a map can be made, but not read.
+        if file.metadata()?.len() < range.end {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut map = MmapOptions::new();
+        let map = map.offset(range.start).len(len).map_raw_read_only(file)?;
+        Ok(Self { map, len })
+    }
+}
+
+impl AsRef<[u8]> for FileMap {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: the map has `len` readable bytes and lives as long as `self`. Weight files do not change during a run.
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr(), self.len) }
+    }
+}
+
 /// Lets this rank write its part of the maps, once no rank reads them any more. Every rank must call it with all its maps
 /// of one file.
 ///

@@ -104,6 +104,12 @@ pub enum EngineError {
         /// Name of the unit.
         unit: String,
     },
+    /// The file of a weight that leases read in place was not mapped, or has another size.
+    #[error("the weight {param} is not mapped from a file of its size")]
+    NotMapped {
+        /// Name of the parameter.
+        param: String,
+    },
     /// The caller of [`Zero::load`](crate::Zero::load) could not provide a weight.
     #[error("cannot load {param}")]
     Load {

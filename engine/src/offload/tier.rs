@@ -17,13 +17,13 @@ use crate::trace::Trace;
 use bytemuck::Pod;
 use half::{bf16, f16};
 use kernels::{
-    Backend, Block, DType, Float, KernelError, Pool, Reservation, Resident, ResidentAccess, Shape,
-    Tag, Tensor,
+    Backend, Block, DType, Float, ForeignBytes, KernelError, Pool, Reservation, Resident,
+    ResidentAccess, Shape, Tag, Tensor,
 };
 use memmap2::{Advice, MmapMut};
 use std::borrow::Cow;
 use std::cell::RefCell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -239,6 +239,35 @@ impl Tiers {
         })
     }
 
+    /// Counts this rank's part of weights that leases read in the maps of their files: `own` bytes of `whole`. `all_ranks`
+    /// tells whether all ranks of the machine read the same ones.
+    ///
+    /// # Errors
+    /// When the host pool is full.
+    pub(crate) fn in_files(
+        &self,
+        (own, whole): (usize, usize),
+        all_ranks: bool,
+        tag: Tag,
+    ) -> Result<Region> {
+        if let Some(counters) = &self.counters {
+            let count = match all_ranks {
+                true => counters.count_shared(own, whole, tag)?,
+                false => counters.count(Tier::Host, own, 0, tag)?,
+            };
+            return Ok(Region::Counted {
+                tier: Tier::Host,
+                len: own,
+                count,
+            });
+        }
+        Ok(Region::Files {
+            maps: BTreeMap::new(),
+            len: own,
+            counted: self.host.reserve(own as u64, tag)?,
+        })
+    }
+
     /// Allocates host-addressable memory of the device pool for a copy of weights; its contents are unspecified.
     pub(crate) fn copy(&self, bytes: usize) -> Result<Region> {
         let (tier, tag) = (Tier::Device, Tag::Gathered);
@@ -375,7 +404,6 @@ impl Spill {
 
 /// Storage of one model state, e.g. a unit's weights on one rank: a number of bytes in device memory, in host
 /// memory or on disk.
-#[derive(Debug)]
 pub enum Region {
     /// Bytes in a block of the device pool.
     Device(Block),
@@ -400,6 +428,15 @@ pub enum Region {
         /// The map of the whole group.
         map: SharedMap,
         /// Reservation of this rank's part in the host pool.
+        counted: Reservation,
+    },
+    /// Weights in the maps of their files.
+    Files {
+        /// The map of each parameter, by its first element in the parameter group. Empty until weights are loaded.
+        maps: BTreeMap<usize, ForeignBytes>,
+        /// Length of the region in bytes: this rank's part, by which it counts.
+        len: usize,
+        /// Reservation of these bytes in the host pool: the files' pages are memory, too.
         counted: Reservation,
     },
     /// Bytes in an extent (a byte range) of a spill file.
@@ -436,13 +473,19 @@ pub(crate) fn upload(
     })
 }
 
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region({} bytes, {:?})", self.len(), self.tier())
+    }
+}
+
 impl Region {
     /// Memory tier (device, host or disk) that stores the region's bytes.
     #[must_use]
     pub fn tier(&self) -> Tier {
         match self {
             Self::Device(_) | Self::Resident { .. } => Tier::Device,
-            Self::Mapped { .. } | Self::Shared { .. } => Tier::Host,
+            Self::Mapped { .. } | Self::Shared { .. } | Self::Files { .. } => Tier::Host,
             Self::Spilled { .. } => Tier::Nvme,
             Self::Counted { tier, .. } => *tier,
         }
@@ -453,9 +496,11 @@ impl Region {
         match self {
             Self::Counted { .. } => false,
             Self::Resident { states, .. } => !states.is_meta(),
-            Self::Device(_) | Self::Mapped { .. } | Self::Shared { .. } | Self::Spilled { .. } => {
-                true
-            }
+            Self::Device(_)
+            | Self::Mapped { .. }
+            | Self::Shared { .. }
+            | Self::Files { .. }
+            | Self::Spilled { .. } => true,
         }
     }
 
@@ -465,7 +510,7 @@ impl Region {
         match self {
             Self::Device(block) => block.as_bytes().len(),
             Self::Resident { states, .. } => states.size_bytes(),
-            Self::Mapped { len, .. } | Self::Counted { len, .. } => *len,
+            Self::Mapped { len, .. } | Self::Files { len, .. } | Self::Counted { len, .. } => *len,
             Self::Shared { map, .. } => map.own_len(),
             Self::Spilled { extent, .. } => extent.len() as usize,
         }
@@ -504,7 +549,27 @@ impl Region {
             Self::Device(block) => Some(block.as_bytes()),
             Self::Mapped { map, len, .. } => Some(&map[..*len]),
             Self::Shared { map, .. } => Some(map.own()),
-            Self::Spilled { .. } | Self::Resident { .. } | Self::Counted { .. } => None,
+            Self::Files { .. }
+            | Self::Spilled { .. }
+            | Self::Resident { .. }
+            | Self::Counted { .. } => None,
+        }
+    }
+
+    /// Maps of the files that have the region's weights, by the first element of each in the parameter group; `None` if the
+    /// weights are stored elsewhere.
+    pub(crate) fn files(&self) -> Option<&BTreeMap<usize, ForeignBytes>> {
+        match self {
+            Self::Files { maps, .. } => Some(maps),
+            _ => None,
+        }
+    }
+
+    /// As [`Region::files`], for the maps to be entered.
+    pub(crate) fn files_mut(&mut self) -> Option<&mut BTreeMap<usize, ForeignBytes>> {
+        match self {
+            Self::Files { maps, .. } => Some(maps),
+            _ => None,
         }
     }
 
@@ -531,7 +596,10 @@ impl Region {
             Self::Device(block) => block.as_bytes_mut(),
             Self::Mapped { map, len, .. } => &mut map[..*len],
             Self::Shared { map, .. } => map.own_mut(),
-            Self::Spilled { .. } | Self::Resident { .. } | Self::Counted { .. } => &mut [],
+            Self::Files { .. }
+            | Self::Spilled { .. }
+            | Self::Resident { .. }
+            | Self::Counted { .. } => &mut [],
         }
     }
 
@@ -596,7 +664,7 @@ impl Region {
             Self::Device(_) | Self::Mapped { .. } | Self::Shared { .. } => {
                 RegionChunk::Memory(&mut self.in_memory_mut()[bytes])
             }
-            Self::Counted { .. } => RegionChunk::Memory(&mut []),
+            Self::Files { .. } | Self::Counted { .. } => RegionChunk::Memory(&mut []),
             Self::Resident { states, backend } => {
                 let mut copy = Copied::of(states, backend, bytes);
                 match access {
@@ -655,7 +723,7 @@ impl Region {
                 copy.written = true;
                 return Ok(RegionChunk::Copied(copy));
             }
-            Self::Counted { .. } => return Ok(RegionChunk::Memory(&mut [])),
+            Self::Files { .. } | Self::Counted { .. } => return Ok(RegionChunk::Memory(&mut [])),
             Self::Device(_) | Self::Mapped { .. } | Self::Shared { .. } => self.in_memory_mut(),
         };
         let source = source.in_memory().ok_or(EngineError::TiersDiffer)?;

@@ -373,6 +373,10 @@ pub struct Plan {
     first_element: Vec<u64>,
     /// By unit: whether it is updated in backward.
     early: Vec<bool>,
+    /// By parameter: whether leases may read it in the map of its file. Empty if none is.
+    in_files: Vec<bool>,
+    /// Whether the device copies weights from where the host stores them.
+    reads_host_in_place: bool,
     hash: String,
 }
 
@@ -439,6 +443,8 @@ impl Plan {
             recomputed,
             first_element,
             early,
+            in_files: Vec::new(),
+            reads_host_in_place: false,
             hash,
         })
     }

@@ -9,9 +9,11 @@ mod buckets;
 pub(crate) mod device_comm;
 mod forward_updates;
 mod gradient_worker;
+mod mapped_files;
 mod prefetch_device;
 mod prefetch_disk;
 pub(crate) mod prefetch_upload;
+pub(crate) mod registered;
 pub(crate) mod route;
 mod shared_weights;
 
@@ -34,6 +36,7 @@ use gradient_worker::GradientAccumulator;
 use kernels::{ForeignBytes, Reservation, Resident, Tag, Tensor};
 use optim::Optimizer;
 use prefetch_disk::WeightReads;
+use registered::RegisteredWeights;
 use route::{Computes, Flow, Gradients, Route, WeightRoute};
 use shared_weights::SharedWeights;
 use std::collections::VecDeque;
@@ -57,6 +60,15 @@ impl AsRef<[u8]> for InWindow {
 /// Weights that are read where they are stored, or from a copy.
 struct InPlace(Arc<Region>);
 
+/// Whole weights of a parameter group that the host can address.
+#[derive(Clone)]
+enum Readable {
+    /// One flat buffer.
+    Flat(ForeignBytes),
+    /// The maps of their files, in a region of them.
+    Files(Arc<Region>),
+}
+
 impl AsRef<[u8]> for InPlace {
     fn as_ref(&self) -> &[u8] {
         let bytes = self.0.leased();
@@ -70,8 +82,8 @@ enum Residency {
     Sharded,
     /// The communicator's all-gathers run.
     InFlight(Vec<(GroupKind, Ticket, Reservation)>),
-    /// Whole weights that the host can address, one flat buffer per parameter group.
-    Resident(Vec<(GroupKind, ForeignBytes)>),
+    /// Whole weights that the host can address, by parameter group.
+    Resident(Vec<(GroupKind, Readable)>),
     /// Flat tensors on a discrete device: gathered by the devices, or views of the stored weights.
     OnDevice(Gathered),
 }
@@ -127,6 +139,8 @@ pub(crate) struct Store {
     update_time: Duration,
     /// Free buffers of gradients that an update consumes.
     waiting: Vec<Region>,
+    /// Frozen weights that the device's driver has page-locked.
+    registered: RegisteredWeights,
 }
 
 impl Store {
@@ -159,7 +173,11 @@ impl Store {
         let shared = SharedWeights::new(&plan, &*comm, &tiers)?;
         for row in plan.inventory(rank, rule.slots(plan.config().precision)) {
             let place = (row.kind(), row.tier);
-            let region = match shared.allocate(&row, &tiers)? {
+            let elsewhere = match mapped_files::allocate(&plan, &row, &tiers)? {
+                None => shared.allocate(&row, &tiers)?,
+                files => files,
+            };
+            let region = match elsewhere {
                 Some(region) => region,
                 None => tiers.allocate(place, row.range.clone(), row.dtype, row.tag())?,
             };
@@ -201,6 +219,7 @@ impl Store {
             sums,
             update_time: Duration::ZERO,
             waiting,
+            registered: RegisteredWeights::default(),
         })
     }
 
@@ -557,7 +576,7 @@ impl Store {
                 return Ok(());
             }
             Residency::InFlight(tickets) => {
-                let mut groups: Vec<(GroupKind, ForeignBytes)> = Vec::new();
+                let mut groups: Vec<(GroupKind, Readable)> = Vec::new();
                 let trace = self.tiers.trace();
                 for (kind, ticket, counted) in tickets {
                     let started = trace.now();
@@ -567,10 +586,10 @@ impl Store {
                     });
                     groups.push((
                         kind,
-                        Arc::new(InWindow {
+                        Readable::Flat(Arc::new(InWindow {
                             buffer,
                             _counted: counted,
-                        }),
+                        })),
                     ));
                 }
                 if let Residency::Resident(others) = self.read_stored(unit, true)? {
@@ -609,6 +628,10 @@ impl Store {
                     }
                     continue;
                 }
+                WeightRoute::InPlace if region.files().is_some() => {
+                    groups.push((*kind, Readable::Files(region.clone())));
+                    continue;
+                }
                 WeightRoute::InPlace => region.clone(),
                 WeightRoute::Copied | WeightRoute::Gathered | WeightRoute::GatheredOnDevice => {
                     let mut copy = self.tiers.copy(region.len())?;
@@ -619,8 +642,7 @@ impl Store {
                     Arc::new(copy)
                 }
             };
-            let bytes: ForeignBytes = Arc::new(InPlace(region));
-            groups.push((*kind, bytes));
+            groups.push((*kind, Readable::Flat(Arc::new(InPlace(region)))));
         }
         Ok(match on_device.is_empty() {
             true => Residency::Resident(groups),
@@ -710,16 +732,27 @@ impl Store {
     fn tensors(
         &self,
         unit: UnitId,
-        groups: &[(GroupKind, ForeignBytes)],
+        groups: &[(GroupKind, Readable)],
     ) -> Result<Vec<(ParamId, Tensor)>> {
         let mut params = Vec::new();
-        for (kind, bytes) in groups {
+        for (kind, readable) in groups {
             let dtype = self.plan.dtype_of(*kind);
             for slot in &self.unit_plan(unit).group(*kind).slots {
-                let shape = self.plan.spec().params[slot.param.index()].stored_shape();
-                let tensor = match self.tiers.counters() {
-                    Some(counters) => counters.leased(shape, dtype)?,
-                    None => Tensor::from_foreign(bytes.clone(), None, slot.offset, shape, dtype)?,
+                let spec = &self.plan.spec().params[slot.param.index()];
+                let shape = spec.stored_shape();
+                let foreign = |bytes: &ForeignBytes, start| {
+                    Tensor::from_foreign(bytes.clone(), None, start, shape, dtype)
+                };
+                let tensor = match (self.tiers.counters(), readable) {
+                    (Some(counters), _) => counters.leased(shape, dtype)?,
+                    (None, Readable::Flat(bytes)) => foreign(bytes, slot.offset)?,
+                    (None, Readable::Files(region)) => {
+                        let map = region.files().and_then(|maps| maps.get(&slot.offset));
+                        let map = map.ok_or_else(|| EngineError::NotMapped {
+                            param: spec.name.clone(),
+                        })?;
+                        foreign(map, 0)?
+                    }
                 };
                 params.push((slot.param, tensor));
             }

@@ -68,7 +68,7 @@ pub(crate) struct Route {
 
 impl Route {
     pub(crate) fn new(plan: &Plan, unit: &UnitPlan, kind: GroupKind, device: Computes) -> Self {
-        let weights = weights(plan, kind, device);
+        let weights = weights(plan, unit, kind, device);
         Self {
             weights,
             visited: match weights {
@@ -123,7 +123,7 @@ impl Flow {
     }
 }
 
-fn weights(plan: &Plan, kind: GroupKind, device: Computes) -> WeightRoute {
+fn weights(plan: &Plan, unit: &UnitPlan, kind: GroupKind, device: Computes) -> WeightRoute {
     if plan.gathers(kind) {
         return match device.collects {
             true => WeightRoute::GatheredOnDevice,
@@ -133,6 +133,7 @@ fn weights(plan: &Plan, kind: GroupKind, device: Computes) -> WeightRoute {
     match plan.config().offload.param {
         Tier::Device if device.stores => WeightRoute::OnDevice,
         Tier::Device => WeightRoute::InPlace,
+        Tier::Host if plan.maps_files(unit.id, kind) => WeightRoute::InPlace,
         Tier::Host if plan.maps_shared(kind) => WeightRoute::InPlace,
         // Weights are copied to the device from where they are stored.
         Tier::Host if device.discrete => WeightRoute::InPlace,

@@ -61,6 +61,7 @@ impl Store {
     /// Lets the ranks write the weights that all map. Every rank must call it, and then [`Store::close_shared`]. Leases between
     /// the two calls are errors.
     pub(crate) fn open_shared(&mut self) -> Result<()> {
+        self.unregister();
         let comm = self.comm.clone();
         match self.shared_maps()? {
             maps if maps.is_empty() => Ok(()),

@@ -2,12 +2,14 @@
 
 mod device;
 mod pipeline;
+mod senders;
 mod snapshot;
 mod step;
 mod update;
 
 pub use snapshot::check_trained;
 
+use self::senders::Senders;
 use crate::access::{Lease, LeaseOwner, ParamAccess, PipelineStage};
 use crate::comm::mesh::Mesh;
 use crate::comm::{Communicator, Tag as CommTag};
@@ -22,12 +24,14 @@ use crate::step::OptimizerConfig;
 use crate::step::device_step::DeviceStep;
 use crate::store::device_comm::{DeviceComm, How};
 use crate::store::prefetch_upload::Prefetched;
+use crate::store::registered::HostRegistered;
 use crate::store::route::Computes;
 use crate::store::{Store, lease_of};
 use crate::timing::{DeviceTimes, Times};
 use crate::trace::{Lane, Trace};
 use kernels::{Backend, CpuBackend, MetaBackend, Pool, Tag, Tensor};
 use std::cell::{Cell, RefCell};
+use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -74,6 +78,8 @@ pub struct Zero {
     mesh: Mesh,
     /// Communicator of the data-parallel ranks of this pipeline stage.
     comm: Arc<dyn Communicator>,
+    /// Transfers to the neighboring pipeline stages.
+    senders: RefCell<Senders>,
     backend: Arc<dyn Backend>,
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
@@ -181,6 +187,7 @@ impl Zero {
             .map(|keeper| keeper.of(&*backend));
         let exchange = step::Exchange::new(&plan);
         Ok(Self {
+            senders: RefCell::new(Senders::start(&mesh, &tiers)?),
             plan,
             mesh,
             comm,
@@ -300,8 +307,32 @@ impl Zero {
                 self.mesh.abort(&error.to_string());
             }
         })?;
-        self.store.get_mut().close_shared()?;
+        let store = self.store.get_mut();
+        store.close_shared()?;
+        store.register_frozen(&*self.backend);
         self.tiers.flush()
+    }
+
+    /// Maps the weights that the plan reads in their files ([`Plan::mapped_params`]). The callback `open` names the file of
+    /// a parameter and its bytes there. It must be called before [`Zero::load`], which still reads these weights once, but
+    /// does not store them.
+    ///
+    /// # Errors
+    /// When `open` fails, the file has not as many bytes, or a lease still borrows the weights.
+    pub fn map_files<E>(
+        &mut self,
+        mut open: impl FnMut(ParamId) -> Result<(File, Range<u64>), E>,
+    ) -> Result<()>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let plan = self.plan.clone();
+        for param in plan.mapped_params() {
+            let (file, range) = open(param).map_err(|source| self.load_error(param, source))?;
+            let unit = plan.spec().params[param.index()].unit;
+            self.store.get_mut().map_file((unit, param), &file, range)?;
+        }
+        Ok(())
     }
 
     fn load_units<E>(
@@ -330,6 +361,9 @@ impl Zero {
                     let elements = part.start - offset..part.end - offset;
                     let loaded = read(param, elements, &mut chunk);
                     loaded.map_err(|source| self.load_error(param, source))?;
+                    if plan.maps_files(unit.id, kind) {
+                        continue;
+                    }
                     let weights = self.store.get_mut().weights_mut(unit.id, kind)?;
                     let dtype = plan.dtype_of(kind);
                     weights.write_rounded(dtype, resting.start, part.clone(), &chunk)?;
@@ -542,6 +576,12 @@ impl Zero {
                     .as_ref()
                     .map_or(Duration::ZERO, Activations::copy_time),
         }
+    }
+
+    /// Frozen weights in host memory that the discrete device's driver has page-locked. Copies read them in place.
+    #[must_use]
+    pub fn host_registered(&self) -> HostRegistered {
+        self.store.borrow().host_registered()
     }
 
     /// Bytes and busy time of this rank's spill files (states on disk); `None` without spill files.

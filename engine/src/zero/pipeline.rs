@@ -3,7 +3,7 @@
 use super::{Result, Zero};
 use crate::access::{BoundaryTensor, PipelineStage};
 use crate::comm::Tag as CommTag;
-use crate::comm::mesh::{Coordinates, Neighbor, Sent};
+use crate::comm::mesh::{Coordinates, Neighbor};
 use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Phase, Visit};
 use crate::spec::{ParamId, UnitId};
@@ -110,32 +110,23 @@ impl PipelineStage for Zero {
     }
 
     fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<()> {
-        let sent = values.iter().map(|passed| {
-            let value = &passed.value;
-            Ok(Sent {
-                index: passed.index,
-                wants_gradient: passed.wants_gradient,
-                shape: value.shape(),
-                dtype: value.dtype(),
-                bytes: value.host_bytes()?,
-            })
-        });
-        Ok(self.mesh.send(to, &sent.collect::<Result<Vec<_>>>()?)?)
+        self.senders.borrow_mut().send(to, values)
     }
 
     fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>> {
         let mut received = Vec::new();
-        self.mesh.receive(from, |sent| {
-            let (shape, dtype) = (sent.shape, sent.dtype);
+        let outcome = self.mesh.receive(from, |sent, bytes| {
+            let backend = &self.backend;
             received.push(BoundaryTensor {
                 index: sent.index,
                 wants_gradient: sent.wants_gradient,
-                value: self
-                    .backend
-                    .upload(&sent.bytes, shape, dtype, Tag::Activations)?,
+                value: backend.upload(bytes, sent.shape, sent.dtype, Tag::Activations)?,
             });
             Ok::<_, EngineError>(())
-        })?;
-        Ok(received)
+        });
+        match outcome {
+            Ok(()) => Ok(received),
+            Err(error) => Err(self.senders.borrow_mut().cause_of(error)),
+        }
     }
 }

@@ -14,5 +14,6 @@ mod hostile;
 mod invariants;
 mod optimizer_in_backward;
 mod optimizer_in_forward;
+mod pipeline;
 mod shared_frozen;
 mod toy;

@@ -10,6 +10,7 @@ use engine::{
 use kernels::{Backend, Codebook, CpuBackend, Packing, Pool};
 use optim::{AdamW, GroupOptions, Optimizer};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -158,6 +159,31 @@ fn a_rank_that_cannot_load_ends_the_wait_of_the_others() {
     }
 }
 
+/// Name of the file with the frozen weights.
+const FILE: &str = "weights-in-a-file";
+/// Bytes before the weights in it: a header that ends inside a page.
+const HEADER_BYTES: usize = 72;
+
+/// An element of a frozen weight.
+fn value(id: engine::ParamId, e: usize) -> f32 {
+    (id.index() * 7 + e % 1009) as f32
+}
+
+/// Bytes of a frozen weight in the file.
+fn place(id: engine::ParamId) -> std::ops::Range<u64> {
+    let start = (HEADER_BYTES + (id.index() - 1) * ELEMS * 4) as u64;
+    start..start + (ELEMS * 4) as u64
+}
+
+fn write_file(dir: &Path) {
+    let mut bytes = vec![0u8; HEADER_BYTES];
+    for id in 1..=FROZEN as u32 {
+        let values = (0..ELEMS).flat_map(|e| value(engine::ParamId(id), e).to_le_bytes());
+        bytes.extend(values);
+    }
+    std::fs::write(dir.join(FILE), bytes).unwrap();
+}
+
 /// Environment variable with `case rank dir` of a process that this test binary starts.
 const ROLE: &str = "ENGINE_SHARED_ROLE";
 const RANKS: usize = 2;
@@ -183,7 +209,8 @@ fn large(frozen: usize, elems: usize) -> ModelSpec {
     spec
 }
 
-fn rank_of(comm: Arc<dyn Communicator>) -> Zero {
+/// A rank whose plan reads the frozen weights in their file, if `in_file`.
+fn rank_of(comm: Arc<dyn Communicator>, in_file: bool) -> Zero {
     let spec = large(FROZEN, ELEMS);
     let config = ZeroConfig {
         offload: Offload::CPU,
@@ -198,7 +225,12 @@ fn rank_of(comm: Arc<dyn Communicator>) -> Zero {
         rule: Arc::new(AdamW::default()),
         groups: vec![same; spec.params.len()],
     };
-    let plan = Arc::new(Plan::new(spec, config, RANKS).unwrap());
+    let plan = Plan::new(spec, config, RANKS).unwrap();
+    let plan = match in_file {
+        true => plan.with_mapped_files(false, |id| id.index() > 0),
+        false => plan,
+    };
+    let plan = Arc::new(plan);
     let device = Pool::new("device", None);
     let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
     let tiers = Tiers::new(device, Pool::new("host", None));
@@ -217,8 +249,8 @@ fn spawn(case: &str, dir: &Path) -> Vec<Child> {
     (0..RANKS).map(rank).collect()
 }
 
-/// Proportional resident bytes of the shared weights in this process.
-fn proportional_bytes() -> u64 {
+/// Proportional resident bytes of the maps called `name` in this process.
+fn proportional_bytes(name: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut is_shared, mut kib) = (false, 0);
     for line in text.lines() {
@@ -231,7 +263,7 @@ fn proportional_bytes() -> u64 {
             .is_some_and(|word| !word.ends_with(':'))
         {
             // The first line of a map has an address and a name, the others a field.
-            is_shared = line.contains("tessera-frozen");
+            is_shared = line.contains(name);
         }
     }
     kib << 10
@@ -255,14 +287,19 @@ fn child() {
         ..shm::ShmOptions::new("shared-frozen", world, 1 << 16)
     };
     let comm = shm::join(&options).unwrap();
-    let mut zero = rank_of(comm.clone());
+    let in_file = case == "file";
+    let mut zero = rank_of(comm.clone(), in_file);
     if case == "kill" {
         // Every process is lost while the weights are mapped.
         comm.barrier(CommTag::new("mapped", 0)).unwrap();
         let this = rustix::process::getpid();
         rustix::process::kill_process(this, rustix::process::Signal::KILL).unwrap();
     }
-    let value = |id: engine::ParamId, e: usize| (id.index() * 7 + e % 1009) as f32;
+    if in_file {
+        let path = Path::new(dir).join(FILE);
+        zero.map_files(|id| Ok::<_, std::io::Error>((File::open(&path)?, place(id))))
+            .unwrap();
+    }
     zero.load(|id, range, out| {
         out.iter_mut()
             .zip(range)
@@ -278,11 +315,19 @@ fn child() {
     zero.visit_weights(check).unwrap();
     comm.barrier(CommTag::new("read", 0)).unwrap();
     let all = comm
-        .all_gather_f64(&[proportional_bytes() as f64], CommTag::new("pss", 0))
+        .all_gather_f64(
+            &["tessera-frozen", FILE].map(|name| proportional_bytes(name) as f64),
+            CommTag::new("pss", 0),
+        )
         .unwrap();
-    let sum: f64 = all.iter().map(|rank| rank[0]).sum();
-    let base = zero.plan().shared_bytes() as f64;
-    assert_eq!(base, (FROZEN * ELEMS * 4) as f64);
+    let [copied, mapped] = [0, 1].map(|i| all.iter().map(|rank| rank[i]).sum::<f64>());
+    let base = (FROZEN * ELEMS * 4) as f64;
+    let (sum, other, shared) = match in_file {
+        true => (mapped, copied, 0.0),
+        false => (copied, mapped, base),
+    };
+    assert_eq!(zero.plan().shared_bytes() as f64, shared);
+    assert_eq!(other, 0.0, "bytes of a second copy");
     assert!(
         (base..=MOST_COPIES * base).contains(&sum),
         "{sum} of {base}"
@@ -300,4 +345,89 @@ fn processes_share_one_copy_and_leave_nothing() {
     for mut rank in spawn("measure", dir.path()) {
         assert!(rank.wait().unwrap().success());
     }
+}
+
+/// Processes of one machine read the frozen weights in the map of their file: its pages count once, and nothing is copied.
+#[test]
+fn processes_read_weights_in_the_map_of_their_file() {
+    let dir = tempfile::tempdir().unwrap();
+    write_file(dir.path());
+    for mut rank in spawn("file", dir.path()) {
+        assert!(rank.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn a_file_of_another_size_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write_file(dir.path());
+    let path = dir.path().join(FILE);
+    let cut = File::options().write(true).open(&path).unwrap();
+    cut.set_len(place(engine::ParamId(FROZEN as u32)).end - 1)
+        .unwrap();
+    run_world(RANKS, |comm| {
+        let mut zero = rank_of(comm, true);
+        let longer = |id| {
+            let range = place(id);
+            Ok::<_, std::io::Error>((File::open(&path)?, range.start..range.end + 4))
+        };
+        let refused = zero.map_files(longer).unwrap_err();
+        assert!(
+            matches!(refused, EngineError::NotMapped { .. }),
+            "{refused}"
+        );
+        let short = |id| Ok::<_, std::io::Error>((File::open(&path)?, place(id)));
+        let refused = zero.map_files(short).unwrap_err();
+        assert!(matches!(refused, EngineError::Load { .. }), "{refused}");
+    });
+}
+
+/// All pipeline stages have one hash, also where a stage has no frozen weights.
+#[test]
+fn stages_agree_on_weights_in_files() {
+    let mut spec = large(2, 1 << 12);
+    spec.params[2].trainable = true;
+    let at = |stage| {
+        let config = ZeroConfig {
+            offload: Offload::CPU,
+            shares_host_memory: true,
+            slice: Some(engine::Slice {
+                counts: vec![2, 1],
+                stage,
+            }),
+            ..ZeroConfig::default()
+        };
+        let plan = Plan::new(spec.clone(), config, RANKS).unwrap();
+        plan.with_mapped_files(false, |id| id.index() == 1)
+    };
+    let plans = [at(0), at(1)];
+    let mapped = plans.each_ref().map(|plan| plan.mapped_params().count());
+    assert_eq!(mapped, [1, 0]);
+    assert_eq!(plans[0].hash(), plans[1].hash());
+}
+
+/// Ranks that read weights in other places must not train together. A unit with a weight that no file has is copied.
+#[test]
+fn a_plan_says_which_weights_are_in_files() {
+    let plan = |is_there: &dyn Fn(usize) -> bool| {
+        let config = ZeroConfig {
+            offload: Offload::CPU,
+            shares_host_memory: true,
+            ..ZeroConfig::default()
+        };
+        let plan = Plan::new(large(3, 1 << 12), config, RANKS).unwrap();
+        plan.with_mapped_files(false, |id| is_there(id.index()))
+    };
+    let [all, one] = [plan(&|_| true), plan(&|id| id == 2)];
+    assert_ne!(all.hash(), one.hash());
+    let mapped = |plan: &Plan| {
+        plan.mapped_params()
+            .map(|id| id.index())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!((mapped(&all), mapped(&one)), (vec![1, 2, 3], vec![2]));
+    assert_eq!((all.shared_bytes(), one.shared_bytes()), (0, 2 << 14));
+    let slots = AdamW::default();
+    let slots = slots.slots(all.config().precision);
+    assert_eq!(all.memory(slots), one.memory(slots));
 }

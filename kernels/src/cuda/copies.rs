@@ -1,7 +1,8 @@
 //! Copies between host and device through pinned chunks, overlapping with the device's work.
 //!
 //! The driver copies from pageable memory only after waiting for the stream. So bytes go through pinned chunks in
-//! turn: while the bus transfers one chunk, the host fills (or empties) the next.
+//! turn: while the bus transfers one chunk, the host fills (or empties) the next. Memory that never changes may be
+//! registered instead: the driver page-locks it where it is, and the bus reads it there.
 #![expect(unsafe_code, reason = "queues copies to and from pinned memory")]
 
 use super::backend::Take;
@@ -12,8 +13,8 @@ use super::launch::Address;
 use super::transfer::Pinned;
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::collections::VecDeque;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Bytes per chunk of large copies: much more than a copy's start-up cost, much less than a unit's weights.
 const LARGE: usize = 8 << 20;
@@ -30,6 +31,11 @@ const TASK: usize = 1 << 20;
 
 /// Threads for copies. More are not faster than the host's memory.
 const THREADS: usize = 4;
+
+/// `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every context.
+const PORTABLE: u32 = 1;
+/// `CU_MEMHOSTREGISTER_READ_ONLY`: the device only reads.
+const READ_ONLY: u32 = 8;
 
 /// Separate thread pool, because the threads of other pools may be busy with long work such as an update.
 static POOL: LazyLock<Option<ThreadPool>> = LazyLock::new(|| {
@@ -65,6 +71,7 @@ pub(super) struct Copies {
     pub(super) large: Ring,
     pub(super) small: Ring,
     pub(super) back: Ring,
+    pub(super) registered: Registered,
 }
 
 impl Copies {
@@ -77,7 +84,70 @@ impl Copies {
             large: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
             small: Ring::new(gpu, SMALL_CHUNKS, SMALL)?,
             back: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
+            registered: Registered::default(),
         })
+    }
+
+    /// Queues a copy of weights to the device, on the host-to-device stream. Registered memory is read when the copy runs,
+    /// other memory before this returns.
+    ///
+    /// # Safety
+    /// As [`Ring::send`].
+    pub(super) unsafe fn send(&self, gpu: &Gpu, to: Address, bytes: &[u8]) -> Result<()> {
+        let ranges = self.registered.ranges();
+        if !Registered::contain(&ranges, bytes) {
+            drop(ranges);
+            // SAFETY: the caller vouches for the range.
+            return unsafe { self.large.send(gpu, &self.inward, to, bytes) };
+        }
+        gpu.bind()?;
+        // SAFETY: the caller vouches for the range. The lock is held, so who unregisters the memory waits for this copy.
+        unsafe { gpu.driver().copy_in(to.0, bytes, self.inward.raw()) }.during("copying to the GPU")
+    }
+}
+
+/// Ranges of host memory that the driver has page-locked where they are.
+#[derive(Debug, Default)]
+pub(super) struct Registered(RwLock<Ranges>);
+
+/// Ends of ranges of addresses, by their starts.
+type Ranges = BTreeMap<usize, usize>;
+
+impl Registered {
+    fn ranges(&self) -> RwLockReadGuard<'_, Ranges> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ranges_mut(&self) -> RwLockWriteGuard<'_, Ranges> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether all of `bytes` are in one of the ranges.
+    fn contain(ranges: &Ranges, bytes: &[u8]) -> bool {
+        let at = bytes.as_ptr_range();
+        let before = ranges.range(..=at.start as usize).next_back();
+        before.is_some_and(|(_, end)| at.end as usize <= *end)
+    }
+
+    /// Page-locks `bytes`.
+    ///
+    /// # Safety
+    /// Nothing writes or frees them until they are unregistered.
+    pub(super) unsafe fn add(&self, gpu: &Gpu, bytes: &[u8]) -> Result<()> {
+        gpu.bind()?;
+        // SAFETY: the caller keeps the bytes.
+        let register = |flags| unsafe { gpu.driver().register_host(bytes, flags) };
+        // A map of a file that this process may not write needs the second form.
+        let registered = register(PORTABLE).or_else(|_| register(PORTABLE | READ_ONLY));
+        registered.during(format!("registering {} bytes of host memory", bytes.len()))?;
+        let at = bytes.as_ptr_range();
+        self.ranges_mut().insert(at.start as usize, at.end as usize);
+        Ok(())
+    }
+
+    /// Makes later copies of `bytes` use pinned chunks.
+    pub(super) fn forget(&self, bytes: &[u8]) {
+        self.ranges_mut().remove(&(bytes.as_ptr() as usize));
     }
 }
 

@@ -44,6 +44,8 @@ functions! {
     cuMemFree_v2(CUdeviceptr) -> Status;
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint) -> Status;
     cuMemFreeHost(*mut c_void) -> Status;
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint) -> Status;
+    cuMemHostUnregister(*mut c_void) -> Status;
     cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream) -> Status;
     cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream) -> Status;
     cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream) -> Status;
@@ -270,6 +272,25 @@ impl Driver {
     pub(super) unsafe fn free_host(&self, memory: *mut c_void) -> Answer<()> {
         // SAFETY: the caller allocated it.
         self.check(unsafe { (self.cuMemFreeHost)(memory) })
+    }
+
+    /// Page-locks host memory where it is. `flags` are those of `cuMemHostRegister`.
+    ///
+    /// # Safety
+    /// The memory stays until [`Driver::unregister_host`].
+    pub(super) unsafe fn register_host(&self, memory: &[u8], flags: c_uint) -> Answer<()> {
+        let (at, bytes) = (memory.as_ptr().cast_mut().cast(), memory.len());
+        // SAFETY: the driver checks the range; the caller keeps it.
+        self.check(unsafe { (self.cuMemHostRegister_v2)(at, bytes, flags) })
+    }
+
+    /// Ends [`Driver::register_host`].
+    ///
+    /// # Safety
+    /// No queued copy uses the memory.
+    pub(super) unsafe fn unregister_host(&self, memory: &[u8]) -> Answer<()> {
+        // SAFETY: the driver checks the address; the caller vouches for queued copies.
+        self.check(unsafe { (self.cuMemHostUnregister)(memory.as_ptr().cast_mut().cast()) })
     }
 
     /// Queues a fill.

@@ -42,6 +42,8 @@ pub struct Gpu {
     search: Search,
     /// Library for matrix products, if one is used.
     products: Option<CublasLt>,
+    /// Whether host memory may be registered.
+    registers: bool,
     pub(super) timeline: Timeline,
 }
 
@@ -135,6 +137,7 @@ impl Gpu {
             group: Group::default(),
             search: search.clone(),
             products: None,
+            registers: true,
             timeline: Timeline::default(),
         })
     }
@@ -154,6 +157,18 @@ impl Gpu {
     pub fn with_code(mut self, code: Code) -> Self {
         self.images = self.images.with_code(code);
         self
+    }
+
+    /// Sets whether [`Executor::register`](super::backend::Executor::register) page-locks memory; it does by default.
+    #[must_use]
+    pub fn with_host_registration(mut self, registers: bool) -> Self {
+        self.registers = registers;
+        self
+    }
+
+    /// Whether host memory may be registered.
+    pub(super) const fn registers(&self) -> bool {
+        self.registers
     }
 
     /// The cuBLASLt handle for matrix products. `None` if own kernels compute them.

@@ -181,6 +181,21 @@ fn norms(dtype: DType) -> Vec<Check> {
         ]
     };
     let kinds = [dtype, DType::F32, DType::BF16].into_iter();
+    let heads = [RopeLayout::HalfSplit, RopeLayout::Interleaved].map(|layout| {
+        let angles = || float(DType::F32, &[7, 4]);
+        let name = format!("norms of heads of {dtype}, rotated {layout:?}");
+        let x = float(dtype, &[7, 2, 24]);
+        let inputs = [x, float(dtype, &[24]), angles(), angles()];
+        Check::new(name, inputs, Compare::Close(dtype), move |b, x| {
+            Ok(vec![b.rms_norm_rope(
+                &x[0],
+                &x[1],
+                1e-6,
+                [&x[2], &x[3]],
+                layout,
+            )?])
+        })
+    });
     kinds
         .map(|params| {
             Check::new(
@@ -198,6 +213,7 @@ fn norms(dtype: DType) -> Vec<Check> {
                 },
             )
         })
+        .chain(heads)
         .collect()
 }
 

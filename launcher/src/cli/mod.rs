@@ -30,11 +30,11 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    BestMetric, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every, ExifRotation, Fault,
-    GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload, OptimizerInBackward,
-    OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments, PureBf16Weights,
-    QuantizeFormat, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs, Strategy,
-    TemplateChoice, VerifyGpu, Workers, ZeroChoice,
+    BestMetric, BindCores, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every,
+    ExifRotation, Fault, GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload,
+    OptimizerInBackward, OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments,
+    PureBf16Weights, QuantizeFormat, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs,
+    Strategy, TemplateChoice, VerifyGpu, Workers, ZeroChoice,
 };
 use crate::error::Failure;
 use crate::error::format::ErrorFormat;
@@ -247,6 +247,11 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub optimizer_in_forward: Option<OptimizerInForward>,
+    /// Processor cores that ranks keep to: auto, none or a list
+    ///
+    /// auto divides the cores that the process may use evenly over the machine's ranks, a list such as 0-7,16-23 those cores; threads of one physical core stay together. By default ranks are bound where a scheduler or container gave less than the machine, and on the CPU to NUMA nodes where both divide evenly. Tasks of an MPI or of srun keep the mask they were given.
+    #[arg(long, num_args = 0..=1, default_missing_value = "auto", value_name = "auto|none|LIST", help_heading = "Memory and ranks")]
+    pub bind_cores: Option<BindCores>,
     /// Seconds a rank waits for another before the job ends
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -701,7 +706,7 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 32] = [
+pub const ALIASES: [(&str, &str); 34] = [
     ("model_name_or_path", "model"),
     ("tokenizer_name_or_path", "tokenizer"),
     ("tokenizer_name", "tokenizer"),
@@ -721,6 +726,8 @@ pub const ALIASES: [(&str, &str); 32] = [
     ("max_pixels", "image-max-pixels"),
     ("min_pixels", "image-min-pixels"),
     ("nproc_per_node", "nproc"),
+    ("bind_cores_to_rank", "bind-cores"),
+    ("bind_core_list", "bind-cores"),
     ("model_parallel_size", "mp-size"),
     ("pipeline_parallel_size", "mp-size"),
     ("auto_find_batch_size", "find-batch"),
@@ -941,7 +948,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 bnb-4bit-quant-type checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
+            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 bind-cores bnb-4bit-quant-type checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
              device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \
@@ -987,6 +994,19 @@ mod tests {
             assert_eq!(args(old), args(new), "{old}");
             assert_ne!(args(old), Args::default(), "{old}");
         }
+    }
+
+    #[test]
+    fn cores_are_bound_as_deepspeed_is_asked_to() {
+        let list = args("--bind-cores 0-3,8");
+        assert_eq!(list.bind_cores, Some(BindCores::List(vec![0, 1, 2, 3, 8])));
+        assert_eq!(args("--bind_cores_to_rank --bind_core_list 0-3,8"), list);
+        assert_eq!(args("--bind_core_list 0-3,8 --bind_cores_to_rank"), list);
+        let auto = args("--bind_cores_to_rank --max-steps 3");
+        assert_eq!(auto.bind_cores, Some(BindCores::Auto));
+        assert_eq!(auto.max_steps, Some(3));
+        let last = args("--bind-cores none --bind-cores auto");
+        assert_eq!(last.bind_cores, Some(BindCores::Auto));
     }
 
     #[test]

@@ -449,7 +449,14 @@ fn push(
     let start = format!("--{flag}=");
     let known = line.args.iter().position(|word| word.starts_with(&start));
     let word = format!("{start}{value}");
+    // `deepspeed` takes a switch and a list together.
+    let is_switch = |value: &str| flag == "bind-cores" && ["auto", "true"].contains(&value);
     match (known, seen.get(flag)) {
+        (Some(at), _) if is_switch(&value) && !line.args[at].ends_with("=none") => Ok(()),
+        (Some(at), _) if is_switch(&line.args[at][start.len()..]) => {
+            line.args[at] = word;
+            Ok(())
+        }
         (Some(at), Some(first)) if same(first, spelled) || line.args[at] == word => {
             line.args[at] = word;
             Ok(())

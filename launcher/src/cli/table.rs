@@ -234,6 +234,7 @@ fn unset(flag: &str) -> &'static str {
         "lora-layers" | "limit" => "all",
         "global-batch-size" => "what the two give",
         "find-batch" => "`false`",
+        "bind-cores" => "within a scheduler's mask; NUMA nodes",
         "mp-size" => "`1`",
         "mp-split" => "balanced",
         _ => "–",

@@ -410,6 +410,77 @@ impl fmt::Display for Workers {
     }
 }
 
+/// `--bind-cores`: processor cores that the ranks of a machine keep to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BindCores {
+    /// Each rank takes an equal part of the cores that the process may use.
+    Auto,
+    /// The kernel places threads freely.
+    None,
+    /// Each rank takes an equal part of these cores, numbered as Linux does.
+    List(Vec<usize>),
+}
+
+impl FromStr for BindCores {
+    type Err = Text;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            // A switch, as `deepspeed` has.
+            "auto" | "true" => Ok(Self::Auto),
+            "none" | "false" => Ok(Self::None),
+            _ => core_list(text).map(Self::List).ok_or_else(|| {
+                text!(
+                    "'{text}' is neither auto nor none nor a list such as 0-7,16-23",
+                    "'{text}' 既不是 auto 或 none，也不是 0-7,16-23 这样的列表"
+                )
+            }),
+        }
+    }
+}
+
+impl fmt::Display for BindCores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::None => f.write_str("none"),
+            Self::List(cores) => f.write_str(&core_ranges(cores)),
+        }
+    }
+}
+
+/// Largest number of a core in a list: the kernel's own limit is 8192.
+const MAX_CORE: usize = 1 << 16;
+
+/// Numbers in a list of Linux, such as `0-3,8`; sorted, each once. `None` if it is none.
+pub(crate) fn core_list(list: &str) -> Option<Vec<usize>> {
+    let mut cores = Vec::new();
+    for part in list.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+        if last < first || last > MAX_CORE {
+            return None;
+        }
+        cores.extend(first..=last);
+    }
+    cores.sort_unstable();
+    cores.dedup();
+    Some(cores)
+}
+
+/// Numbers as Linux lists them: `0-3,8`.
+pub(crate) fn core_ranges(cores: &[usize]) -> String {
+    let mut cores = cores.to_vec();
+    cores.sort_unstable();
+    let runs = cores.chunk_by(|a, b| a + 1 == *b);
+    let text = runs.map(|run| match run {
+        [one] => one.to_string(),
+        run => format!("{}-{}", run[0], run[run.len() - 1]),
+    });
+    text.collect::<Vec<_>>().join(",")
+}
+
 /// `--checkpoint-activations`: parts of the model whose activations are recomputed in backward (activation
 /// checkpointing).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -504,6 +575,21 @@ mod tests {
         assert_eq!("0".parse(), Ok(Workers::Count(0)));
         assert!("-1".parse::<Workers>().is_err());
         assert_eq!(LrScale::Sqrt.factor(16), 4.0);
+    }
+
+    #[test]
+    fn lists_of_cores_are_read_and_written_as_linux_does() {
+        assert_eq!(core_list("0-1\n"), Some(vec![0, 1]));
+        assert_eq!(core_list("8-10,0,2-3,9"), Some(vec![0, 2, 3, 8, 9, 10]));
+        for bad in ["", "a", "3-1", "0-", "0-4000000000"] {
+            assert_eq!(core_list(bad), None, "{bad}");
+        }
+        for text in ["auto", "none", "5", "0,2-3,8-15"] {
+            let read: BindCores = text.parse().expect(text);
+            assert_eq!(read.to_string(), text);
+        }
+        assert_eq!("true".parse(), Ok(BindCores::Auto));
+        assert!("all".parse::<BindCores>().is_err());
     }
 
     #[test]

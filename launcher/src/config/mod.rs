@@ -34,10 +34,11 @@ use serde::{Deserialize, Serialize};
 
 pub use best::{Best, BestMetric, BestSoFar};
 pub use choices::{
-    Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation, InitChoice,
-    LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy, TemplateChoice,
-    VerifyGpu, Workers,
+    BindCores, Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation,
+    InitChoice, LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy,
+    TemplateChoice, VerifyGpu, Workers,
 };
+pub(crate) use choices::{core_list, core_ranges};
 pub use collectives::Collectives;
 pub(crate) use defaults::DEVICE;
 pub use defaults::{DEMO, Defaults, MODEL};
@@ -355,6 +356,9 @@ pub struct RunConfig {
     /// other GPUs. `None`: the machine's ranks take `gpus` in turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks_per_gpu: Option<usize>,
+    /// Processor cores of the machine's ranks, as requested. `None`: bound within a scheduler's mask and to NUMA nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bind_cores: Option<BindCores>,
     /// Maximum wait of a rank for another rank, in seconds.
     pub comm_timeout_seconds: u64,
     /// Kind of device on which the ranks compute.

@@ -6,8 +6,7 @@ use crate::lang::{Both, Text, both, text};
 
 impl RunConfig {
     /// Refuses settings that pipeline stages do not support, and a division among another number of stages (exit 2).
-    /// `under_mpi`: an MPI launcher starts the ranks.
-    pub(crate) fn check_pipeline(&self, under_mpi: bool) -> Result<(), Failure> {
+    pub(crate) fn check_pipeline(&self) -> Result<(), Failure> {
         if let Some(split) = &self.mp_split {
             let counts: Vec<String> = split.iter().map(u32::to_string).collect();
             let flag = format!("--mp-split {}", counts.join(","));
@@ -23,16 +22,20 @@ impl RunConfig {
                         "每个段都需要一个至少为 1 的单元数",
                     ),
                 )
-                .next(both(
-                    "omit --mp-split, and planning balances the stages",
-                    "请去掉 --mp-split，由规划平衡各段",
-                )));
+                .next(match split.contains(&0) {
+                    true => both(
+                        "omit --mp-split, and planning balances the stages",
+                        "请去掉 --mp-split，由规划平衡各段",
+                    )
+                    .into(),
+                    false => Text::literal(format_args!("--mp-size {}", split.len())),
+                }));
             }
         }
         if self.mp_size == 1 {
             return Ok(());
         }
-        match self.not_in_stages(under_mpi) {
+        match self.not_in_stages() {
             None => Ok(()),
             Some((what, why, next)) => Err(Failure::usage(
                 text!(
@@ -47,59 +50,22 @@ impl RunConfig {
     }
 
     /// A setting that does not work with pipeline stages, why, and what to use.
-    fn not_in_stages(&self, under_mpi: bool) -> Option<(Text, Both, Both)> {
-        if under_mpi {
-            return Some((
-                both("ranks that mpirun starts", "由 mpirun 启动的 rank").into(),
-                both(
-                    "the groups of a mesh are not joined over MPI yet",
-                    "网格中的各组尚不能通过 MPI 连接",
-                ),
-                both(
-                    "start with the launcher and --nproc, or with torchrun",
-                    "请用本启动器和 --nproc 启动，或用 torchrun 启动",
-                ),
-            ));
-        }
-        if matches!(
-            self.optimizer_in_backward,
+    fn not_in_stages(&self) -> Option<(Text, Both, Both)> {
+        let asked = self.optimizer_in_backward;
+        let updates = matches!(
+            asked,
             OptimizerInBackward::All | OptimizerInBackward::Most(_)
-        ) {
-            return Some((
-                Text::literal(format_args!(
-                    "--optimizer-in-backward {}",
-                    self.optimizer_in_backward
-                )),
+        );
+        updates.then(|| {
+            (
+                Text::literal(format_args!("--optimizer-in-backward {asked}")),
                 both(
-                    "the last backward of a step begins while others are still open",
-                    "一步中最后一次反向开始时，其他反向尚未结束",
+                    "an update in backward needs the number of tokens of the step, which only the last stage counts",
+                    "反向中的更新需要该步的 token 数，而只有最后一段统计它",
                 ),
                 both(
                     "--optimizer-in-backward off",
                     "请使用 --optimizer-in-backward off",
-                ),
-            ));
-        }
-        if self.elastic {
-            return Some((
-                Text::literal("--elastic"),
-                both(
-                    "a restart with fewer ranks would have another division of the layers",
-                    "用更少的 rank 重新启动会改变各层的划分",
-                ),
-                both("omit --elastic", "请去掉 --elastic"),
-            ));
-        }
-        self.batch.find_batch.then(|| {
-            (
-                Text::literal("--find-batch"),
-                both(
-                    "the division of the layers depends on the batch",
-                    "各层的划分取决于批大小",
-                ),
-                both(
-                    "give --per-device-train-batch-size",
-                    "请指定 --per-device-train-batch-size",
                 ),
             )
         })

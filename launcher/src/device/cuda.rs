@@ -72,7 +72,7 @@ mod driver {
     use crate::device::survey::search;
     use crate::error::ErrorCode;
     use crate::lang::{Text, both, text};
-    use crate::rank_env::GpuCode;
+    use crate::rank_env::{GpuCode, HostRegister};
     use crate::units::bytes;
     use kernels::cuda::CudaBackend;
     use kernels::cuda::backend::Executor;
@@ -97,7 +97,9 @@ mod driver {
             GpuCode::Native => Code::Native,
             GpuCode::Sm80 => Code::Sm80,
         };
-        let opened = Gpu::open(gpu.ordinal, &search, Some(cache)).map(|gpu| gpu.with_code(code));
+        let registers = variables.host_register()? == HostRegister::Auto;
+        let opened = Gpu::open(gpu.ordinal, &search, Some(cache));
+        let opened = opened.map(|gpu| gpu.with_code(code).with_host_registration(registers));
         // The plan contains scratch memory for the chosen library, so a missing library is an error, not a reason for
         // another.
         let opened = match gpu.products {

@@ -2,6 +2,7 @@
 //! opens its GPU.
 
 pub(crate) mod checks;
+pub(crate) mod cores;
 mod cuda;
 mod memory;
 pub mod survey;
@@ -334,6 +335,8 @@ pub(crate) fn choose(
     let findings = survey::gpu_findings(&cuda, &gpus, variables);
     let products = products(&cuda, variables)?;
     let code = variables.gpu_code()?;
+    // A wrong value ends the run before its ranks start.
+    variables.host_register()?;
     let new_enough = cuda.cuda_version.is_none() || cuda.cuda_version >= cuda.minimum_cuda_version;
     let usable: Vec<RunGpu> = gpus
         .iter()

@@ -254,8 +254,8 @@ fn processor(error: &ProcessorError) -> Option<String> {
             "{} 中既没有 preprocessor_config.json，processor_config.json 中也没有 image_processor",
             dir.display()
         ),
-        ProcessorError::TwoSettings { dir } => format!(
-            "{} 的 preprocessor_config.json 与 processor_config.json 中的 image_processor 不同；请删除训练时没有使用的那个",
+        ProcessorError::TwoSettings { dir, own, nested } => format!(
+            "{} 的 {own} 与 processor_config.json 中的 {nested} 不同；请删除训练时没有使用的那个",
             dir.display()
         ),
         ProcessorError::Json { path, .. } => format!("{} 无效", path.display()),

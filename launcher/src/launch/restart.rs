@@ -222,21 +222,27 @@ impl Attempts {
 }
 
 /// Configuration with at least `lost` fewer ranks and more micro-batches for each. The global batch and thus the
-/// order of the data stay the same. `None` if that is impossible.
+/// order of the data stay the same. The number of pipeline stages stays while that many ranks are left. `None` if that is
+/// impossible.
 fn fewer_ranks(config: &RunConfig, lost: usize) -> Option<RunConfig> {
     let micro_batches = config.micro_batches();
     let left = config.world_size - lost;
-    // One rank always works, since 1 divides every number.
-    let world_size = (1..=left)
+    let mp_size = config.mp_size.min(left);
+    // One data-parallel rank always works, since 1 divides every number.
+    let data_ranks = (1..=left / mp_size)
         .rev()
         .find(|n| micro_batches.is_multiple_of(*n))?;
+    let world_size = data_ranks * mp_size;
+    let split = config.mp_split.clone();
     let inject = config.inject.iter().filter(|fault| fault.rank < world_size);
     Some(RunConfig {
         world_size,
+        mp_size,
+        mp_split: split.filter(|split| split.len() == mp_size),
         batch: BatchConfig {
             // The batch size is already found and must not change.
             find_batch: false,
-            accumulation_steps: micro_batches / world_size,
+            accumulation_steps: micro_batches / data_ranks,
             ..config.batch
         },
         inject: inject.cloned().collect(),
@@ -334,6 +340,31 @@ mod tests {
             .expect("again");
         assert_eq!((attempts.run().world_size, asked), (3, 1));
         assert!(attempts.run().inject.is_empty());
+    }
+
+    #[test]
+    fn pipeline_stages_stay_while_enough_ranks_are_left() {
+        let directory = tempfile::tempdir().expect("temp dir");
+        for (ranks, stages, split, want) in [
+            (4, 2, None, (2, 2, 6, None)),
+            (8, 2, Some(vec![3, 4]), (6, 2, 4, Some(vec![3, 4]))),
+            (3, 3, Some(vec![1, 1, 5]), (2, 2, 3, None)),
+        ] {
+            let attempts = attempts(directory.path(), |args| {
+                args.nproc = Some(ranks);
+                args.mp_size = Some(stages);
+                args.mp_split = split;
+            });
+            let fewer = fewer_ranks(attempts.run(), 1).expect("a configuration");
+            let found = (
+                fewer.world_size,
+                fewer.mp_size,
+                fewer.batch.accumulation_steps,
+                fewer.mp_split.clone(),
+            );
+            assert_eq!(found, want, "{ranks} ranks, {stages} stages");
+            assert_eq!(fewer.global_batch(), attempts.run().global_batch());
+        }
     }
 
     #[test]

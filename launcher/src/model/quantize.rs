@@ -49,6 +49,18 @@ pub(super) fn packed(config: &RunConfig) -> Result<PackedWeights, Failure> {
     })
 }
 
+/// Packing of the base weights of the run `config`, by its flags or its model directory; `None` for plain weights.
+#[must_use]
+pub(crate) fn packing(config: &RunConfig) -> Option<Packing> {
+    if let Some(chosen) = &config.quantize {
+        return chosen.packing();
+    }
+    match PackedWeights::declared(&config.model_dir()) {
+        Ok(Some(PackedWeights::Declared { packing, .. })) => Some(packing),
+        _ => None,
+    }
+}
+
 /// The weights that the flags `chosen` select.
 ///
 /// # Errors

@@ -130,12 +130,12 @@ impl Setup {
         Ok(())
     }
 
-    /// Whether `name` is of a layer after the decoder's last one. GLM-OCR has such a layer, which predicts further tokens.
+    /// Whether `name` is of a layer after the decoder's last one. GLM-OCR has such layers, which predict further tokens.
     fn is_later_layer(&self, name: &str) -> bool {
         let layers = self.model.cache_shape().layers;
         let index = |path: &str| path.split('.').next()?.parse::<usize>().ok();
         let rest = name.strip_prefix("model.language_model.layers.");
-        rest.and_then(index).is_some_and(|layer| layer == layers)
+        rest.and_then(index).is_some_and(|layer| layer >= layers)
     }
 
     /// Plan of the run; with pipeline stages, that of the first one.

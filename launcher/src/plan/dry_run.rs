@@ -400,7 +400,7 @@ impl<'a> Run<'a> {
         };
         let peaks = RefCell::new(Vec::new());
         if let Some(stage) = &self.stage {
-            let stage = stage.on(&self.dry_run);
+            let on = stage.on(&self.dry_run);
             let backend: &dyn Backend = &**self.dry_run.backend();
             let mut next = |_: usize| {
                 let keys = vec![0; samples.len()];
@@ -409,13 +409,14 @@ impl<'a> Run<'a> {
                     dropout: dropout(config, &keys, &samples, backend)?,
                 })
             };
-            schedule.run(&stage, &mut next, &mut |_, point| {
+            schedule.run(&on, &mut next, &mut |_, point| {
                 let phase = match point {
                     Point::Forward => Phase::Forward,
                     Point::Backward => Phase::Backward,
                 };
                 peaks.borrow_mut().push((phase, self.moment(phase)));
             })?;
+            stage.wait();
         }
         for (phase, moment) in peaks.into_inner() {
             self.phases.entry(phase).or_default().raise(moment);

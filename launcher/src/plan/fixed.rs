@@ -5,6 +5,7 @@ use crate::config::{Device, RunConfig, Workers};
 use crate::data::LoaderOptions;
 use crate::data::images::decode_share;
 use crate::memory::{Part, Phase};
+use engine::comm::cores_at_start;
 use models::data::EncodedSample;
 use std::path::Path;
 
@@ -92,7 +93,7 @@ impl Fixed {
             parts.push((IMAGE_DECODING, self.decoding(config, readers)));
         } else if config.batch.skip_bad_samples {
             // Each rank checks all images, on all its cores.
-            let cores = (cores() / config.ranks_here().max(1)).max(1);
+            let cores = (cores_at_start() / config.ranks_here().max(1)).max(1);
             parts.push((IMAGE_DECODING, self.decoding(config, cores as u64)));
         }
         parts
@@ -105,14 +106,10 @@ impl Fixed {
     }
 }
 
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
 /// Number of loader threads, and of the batches that they prepare ahead.
 fn loader_options(config: &RunConfig) -> LoaderOptions {
     match config.batch.data_workers {
-        Workers::Auto => LoaderOptions::for_node(cores(), config.ranks_here()),
+        Workers::Auto => LoaderOptions::for_node(cores_at_start(), config.ranks_here()),
         Workers::Count(threads) => LoaderOptions {
             threads,
             ahead: 2 * threads,

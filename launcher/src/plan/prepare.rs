@@ -188,7 +188,7 @@ fn show_plan(
     ];
     lines.into_iter().flatten().for_each(&mut *show);
     let costs = || setup::unit_costs(run, model);
-    stages::lines(run, plan, memory, &costs)?
+    stages::lines(stages::described(run, plan, memory, &costs)?)
         .into_iter()
         .for_each(&mut *show);
     show(Event::Trains(trained_parts(run, model)?));

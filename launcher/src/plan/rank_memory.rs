@@ -10,7 +10,7 @@ use crate::memory::{PARTS, Part, Phase, RankMemory};
 use crate::plan::{Fixed, HeldOut, Machine, MemoryCheck, Work, backward_share, dry_run};
 use crate::ui::{Event, PlanEvent, PlanPart};
 use crate::units::bytes;
-use engine::{Plan, Tier};
+use engine::{HostRegistered, Plan, Tier};
 use kernels::Tag;
 use models::Processor;
 use models::VisionLanguageModel;
@@ -177,6 +177,20 @@ pub(crate) fn shared_line(plan: &Plan) -> Option<Event> {
             "frozen weights: one copy on disk, divided among {ranks} ranks",
             "冻结的权重：磁盘上只有一份，由 {ranks} 个 rank 分担"
         ),
+        (Tier::Host | Tier::Nvme, false) if frozen && plan.shards() < ranks => {
+            match config.stage.shards_parameters() {
+                true => text!(
+                    "frozen weights: with --shard-group, each group of {} ranks stores one copy and gathers it",
+                    "冻结的权重：使用 --shard-group 时，每组 {} 个 rank 各存一份并自行收集",
+                    plan.shards()
+                ),
+                false => both(
+                    "frozen weights: with --shard-group, each rank stores a copy",
+                    "冻结的权重：使用 --shard-group 时，每个 rank 各存一份",
+                )
+                .into(),
+            }
+        }
         (Tier::Host | Tier::Nvme, false) if frozen && ranks > 1 && !config.shares_host_memory => {
             both(
                 "frozen weights: ranks on several machines do not share one copy",
@@ -185,6 +199,44 @@ pub(crate) fn shared_line(plan: &Plan) -> Option<Event> {
             .into()
         }
         _ => return None,
+    };
+    Some(Event::Info {
+        label: both("weights", "权重").into(),
+        text,
+    })
+}
+
+/// Line about frozen weights that leases read in the maps of their files; `None` without them.
+pub(crate) fn mapped_line(plan: &Plan) -> Option<Event> {
+    let size = plan.config().precision.weight_dtype().size_bytes();
+    let params = plan.mapped_params();
+    let elems: usize = params
+        .map(|id| plan.spec().params[id.index()].shape.elems())
+        .sum();
+    (elems > 0).then(|| Event::Info {
+        label: both("weights", "权重").into(),
+        text: text!(
+            "frozen weights: {} are read in the mapped weight files, without a copy",
+            "冻结的权重：{} 直接从映射的权重文件读取，不另存副本",
+            bytes((elems * size) as u64)
+        ),
+    })
+}
+
+/// Line about frozen weights that the GPU's driver has page-locked, or refused; `None` without a GPU that reads them.
+pub(crate) fn registered_line(registered: &HostRegistered) -> Option<Event> {
+    let text = match &registered.refused {
+        Some(reason) => text!(
+            "frozen weights: copied to the GPU through pinned memory; the driver registered {} of them in place ({reason})",
+            "冻结的权重：经锁页内存复制到 GPU；驱动只就地注册了 {}（{reason}）",
+            bytes(registered.bytes)
+        ),
+        None if registered.bytes > 0 => text!(
+            "frozen weights: the driver registered {} in place, from where they are copied to the GPU",
+            "冻结的权重：驱动就地注册了 {}，从原处复制到 GPU",
+            bytes(registered.bytes)
+        ),
+        None => return None,
     };
     Some(Event::Info {
         label: both("weights", "权重").into(),

@@ -2,11 +2,10 @@
 
 use crate::config::RunPlan;
 use crate::error::Failure;
-use crate::lang::{Text, both, text};
+use crate::lang::text;
 use crate::memory::RankMemory;
 use crate::model::stages::Cost;
-use crate::ui::Event;
-use crate::units::bytes;
+use crate::ui::{Event, StagesEvent};
 use engine::comm::World;
 use engine::comm::mesh::{Coordinates, Neighbor};
 use engine::{
@@ -75,6 +74,8 @@ pub(super) struct StageRun {
     sent: RefCell<Vec<Transfer>>,
     /// What this stage sent in forward passes whose backward is still to come.
     open: RefCell<VecDeque<Transfer>>,
+    /// Values that threads send to the previous and the next stage, until the next transfer there.
+    leaving: RefCell<[Vec<BoundaryTensor>; 2]>,
 }
 
 impl StageRun {
@@ -93,7 +94,13 @@ impl StageRun {
             received: RefCell::new(received.into()),
             sent: RefCell::default(),
             open: RefCell::default(),
+            leaving: RefCell::default(),
         }
+    }
+
+    /// Ends the transfers, as an update does.
+    pub(super) fn wait(&self) {
+        self.leaving.take();
     }
 
     /// What the stage sent, one entry for each forward pass.
@@ -177,6 +184,7 @@ impl PipelineStage for OnStage<'_> {
             }
             self.run.sent.borrow_mut().push(transfer);
         }
+        self.run.leaving.borrow_mut()[usize::from(to == Neighbor::Next)] = values.to_vec();
         Ok(())
     }
 
@@ -198,52 +206,46 @@ pub(super) fn bubble(stages: usize, micro_batches: usize) -> f64 {
     (stages - 1) as f64 / (micro_batches + stages - 1) as f64
 }
 
-/// Lines about the pipeline stages of a run: units, balance, bubble and transfers. `costs` are those of the units. None
-/// without stages.
-pub(crate) fn lines(
+/// Pipeline stages of a run: units, balance, bubble and transfers. `costs` are those of the units. `None` without stages.
+pub(crate) fn described(
     run: &RunPlan,
     plan: &Plan,
     memory: &RankMemory,
     costs: &dyn Fn() -> Result<Vec<Cost>, Failure>,
-) -> Result<Vec<Event>, Failure> {
+) -> Result<Option<StagesEvent>, Failure> {
     let Some(slice) = &plan.config().slice else {
-        return Ok(Vec::new());
+        return Ok(None);
     };
     let (stages, micro_batches) = (run.mp_size, run.batch.accumulation_steps);
     let costs = costs()?;
-    let shares = |of: fn(&Cost) -> f64| {
+    let shares = |of: fn(&Cost) -> f64| -> Vec<f64> {
         let total = costs.iter().map(of).sum::<f64>().max(1.0);
         let share = |stage: usize| {
             let units = slice.units(stage);
             let part = &costs[units.start as usize..units.end as usize];
-            format!("{:.0}", 100.0 * part.iter().map(of).sum::<f64>() / total)
+            100.0 * part.iter().map(of).sum::<f64>() / total
         };
-        (0..stages).map(share).collect::<Vec<_>>().join(", ")
+        (0..stages).map(share).collect()
     };
-    let counts: Vec<String> = slice.counts.iter().map(u32::to_string).collect();
-    let crossing = memory.boundary_bytes.iter().map(|count| bytes(*count));
-    let crossing = crossing.collect::<Vec<_>>().join(", ");
-    let waits = 100.0 * bubble(stages, micro_batches);
-    let mut lines = vec![Event::Info {
-        label: both("stages", "流水线").into(),
-        text: Text::join(
-            &[
-                text!(
-                    "{} units · {} % of the operations · {} % of the bytes · {} data-parallel ranks each",
-                    "{} 个单元 · 占运算的 {} % · 占字节的 {} % · 各有 {} 个数据并行 rank",
-                    counts.join(", "),
-                    shares(|cost| cost.operations),
-                    shares(|cost| cost.bytes),
-                    run.data_ranks(),
-                ),
-                text!(
-                    "at most {crossing} cross each boundary, in each direction · a stage waits {waits:.0} % of a step with {micro_batches} micro-batches",
-                    "每个边界每个方向最多传输 {crossing} · 每次更新 {micro_batches} 个微批时，各段有 {waits:.0} % 的时间在等待"
-                ),
-            ],
-            "\n",
-        ),
-    }];
+    Ok(Some(StagesEvent {
+        units: slice.counts.clone(),
+        operations_percent: shares(|cost| cost.operations),
+        bytes_percent: shares(|cost| cost.bytes),
+        boundary_bytes: memory.boundary_bytes.clone(),
+        data_ranks: run.data_ranks(),
+        micro_batches,
+        waiting_percent: 100.0 * bubble(stages, micro_batches),
+    }))
+}
+
+/// The line about pipeline stages, and a warning about too few micro-batches.
+pub(crate) fn lines(described: Option<StagesEvent>) -> Vec<Event> {
+    let Some(event) = described else {
+        return Vec::new();
+    };
+    let (stages, micro_batches) = (event.units.len(), event.micro_batches);
+    let waits = event.waiting_percent;
+    let mut lines = vec![Event::Stages(event)];
     if micro_batches < stages {
         let less = 100.0 * bubble(stages, 4 * stages);
         lines.push(Event::Warning {
@@ -254,7 +256,7 @@ pub(crate) fn lines(
             ),
         });
     }
-    Ok(lines)
+    lines
 }
 
 #[cfg(test)]

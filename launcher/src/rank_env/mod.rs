@@ -49,6 +49,35 @@ pub const MATMUL: &str = "TESSERA_MATMUL";
 /// Environment variable that chooses the machine code of the GPU kernels; see [`GpuCode`].
 pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
 
+/// Environment variable that forbids registering frozen host weights with the GPU's driver; see [`HostRegister`].
+pub const HOST_REGISTER: &str = "TESSERA_HOST_REGISTER";
+
+/// How frozen weights in host memory are copied to GPUs, from the environment variable [`HOST_REGISTER`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum HostRegister {
+    /// `auto`: from where they are, if the driver registers that memory, otherwise through pinned memory.
+    #[default]
+    Auto,
+    /// `off`: through pinned memory.
+    Off,
+}
+
+impl HostRegister {
+    /// Value of the environment variable [`HOST_REGISTER`]; [`HostRegister::Auto`] if it is not set. `lookup` returns
+    /// the value of a variable by name.
+    ///
+    /// # Errors
+    /// The variable has an invalid value (exit 2).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
+        let values = [("auto", Self::Auto), ("off", Self::Off)];
+        let unset = both(
+            "memory that the driver registers is copied from where it is",
+            "驱动能注册的内存从原处复制",
+        );
+        Ok(choice(lookup, HOST_REGISTER, &values, unset)?.unwrap_or_default())
+    }
+}
+
 /// Architecture for which the GPU kernels are compiled, from the environment variable [`GPU_CODE`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum GpuCode {
@@ -226,6 +255,8 @@ pub struct Env {
     pub mp_size: Option<usize>,
     /// Number of ranks on each machine, from SAT's variable `NUM_GPUS_PER_WORKER`.
     pub gpus_per_worker: Option<usize>,
+    /// Those of SAT's two variables that are set to something else than a number above 0, with their values.
+    pub unusable: Vec<(&'static str, String)>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
 }
@@ -291,6 +322,11 @@ impl Env {
         };
         let text = |name: &str| lookup(name).and_then(|value| value.into_string().ok());
         let count = |name: &str| text(name)?.trim().parse().ok().filter(|count| *count > 0);
+        let unusable = |name: &'static str| {
+            let value = lookup(name)?.to_string_lossy().trim().to_owned();
+            (count(name).is_none() && !value.is_empty()).then_some((name, value))
+        };
+        let sat = ["MP_SIZE", "NUM_GPUS_PER_WORKER"];
         Self {
             rank: rank.map(|place| RankEnv {
                 rank: place.rank,
@@ -316,6 +352,7 @@ impl Env {
             min_pixels: count("MIN_PIXELS"),
             mp_size: count("MP_SIZE"),
             gpus_per_worker: count("NUM_GPUS_PER_WORKER"),
+            unusable: sat.into_iter().filter_map(unusable).collect(),
             now: SystemTime::now(),
         }
     }
@@ -345,6 +382,14 @@ impl Variables {
     /// As [`Matmul::from_lookup`].
     pub fn matmul(&self) -> Result<Matmul, Failure> {
         Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
+    }
+
+    /// How frozen host weights are copied to GPUs by the variable [`HOST_REGISTER`]; [`HostRegister::Auto`] if it is not set.
+    ///
+    /// # Errors
+    /// As [`HostRegister::from_lookup`].
+    pub fn host_register(&self) -> Result<HostRegister, Failure> {
+        HostRegister::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
     /// Architecture for the GPU kernels that the variable [`GPU_CODE`] chooses; [`GpuCode::Native`] if it is

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Failure;
-use crate::ui::{DataEvent, Event, PlanEvent, QuantizedEvent, TrainRow};
+use crate::ui::{DataEvent, Event, PlanEvent, QuantizedEvent, StagesEvent, TrainRow};
 
 /// File name in the run directory.
 const FILE: &str = "plan.json";
@@ -22,18 +22,22 @@ pub struct PlanFile {
     /// Quantized weights of the base, if it has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantized: Option<QuantizedEvent>,
+    /// Pipeline stages, if there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stages: Option<StagesEvent>,
     /// Summary of the data: numbers of samples, tokens and images.
     pub data: Option<DataEvent>,
 }
 
 impl PlanFile {
     /// Stores the content of `event` if it is the memory plan, the trainable tensors, the quantized
-    /// weights or the summary of the data. Ignores all other events.
+    /// weights, the pipeline stages or the summary of the data. Ignores all other events.
     pub fn note(&mut self, event: &Event) {
         match event {
             Event::Plan(plan) => self.plan = Some(plan.clone()),
             Event::Trains(rows) => self.trains.clone_from(rows),
             Event::Quantized(weights) => self.quantized = Some(weights.clone()),
+            Event::Stages(stages) => self.stages = Some(stages.clone()),
             Event::Data(data) => self.data = Some(data.clone()),
             _ => {}
         }

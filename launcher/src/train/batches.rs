@@ -30,7 +30,7 @@ pub(crate) fn start_loader(
     let (config, processor) = (replica.config, replica.processor.clone());
     let options = encode_options(config);
     let rank = replica.data().rank;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = engine::comm::cores_at_start();
     let mut ahead = LoaderOptions::for_node(cores, config.ranks_here());
     if let Workers::Count(threads) = config.batch.data_workers {
         ahead = LoaderOptions {

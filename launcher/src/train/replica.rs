@@ -8,7 +8,7 @@ use crate::config::{
     fault_lines,
 };
 use crate::data::{SampleSet, check, problems};
-use crate::device::{Devices, counting_of, gpu_of};
+use crate::device::{Devices, cores, counting_of, gpu_of};
 use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
@@ -17,6 +17,7 @@ use crate::launch::rendezvous::{self, Addresses, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
+use crate::plan::rank_memory::{mapped_line, registered_line};
 use crate::plan::{MemoryPlans, WINDOW_SLACK_BYTES, kernels_of, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
@@ -118,10 +119,15 @@ impl<'a> Opened<'a> {
         stop: &StopFlag,
         devices: &'a dyn Devices,
     ) -> Result<Self, NotOpened> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = (cores / env.local_world_size.max(1)).max(1);
-        start_pool(Some(threads))?;
+        let bound = cores::bind(config.bind_cores.as_ref(), config.device, env)?;
+        start_pool(Some(bound.threads))?;
         let reporter = Reporter::for_rank(env);
+        if env.rank == 0 {
+            bound
+                .line()
+                .into_iter()
+                .for_each(|line| reporter.emit(&line));
+        }
         if env.rank == 0 && !env.is_supervised() {
             // Under another launcher no supervisor prints these warnings.
             for text in fault_lines(config) {
@@ -148,7 +154,7 @@ impl<'a> Opened<'a> {
             weights,
             adapter,
         };
-        let plan = own_plan(config, env, setup.plan(config)?)?;
+        let plan = own_plan(config, env, &setup)?;
         let collectives = Collectives::new();
         let started = Instant::now();
         let mut met = meet(config, env, &plan, devices, stop, &collectives)?;
@@ -261,6 +267,14 @@ impl<'a> Opened<'a> {
                 seconds: started.elapsed().as_secs_f64(),
             });
         }
+        let lines = [
+            mapped_line(zero.plan()),
+            registered_line(&zero.host_registered()),
+        ];
+        lines
+            .into_iter()
+            .flatten()
+            .for_each(|line| self.reporter.emit(&line));
         if let Some(checkpoint) = resume::open(config)? {
             let doing = resume::doing(checkpoint.directory());
             // Before training, the supervisor has verified all hashes.
@@ -302,7 +316,7 @@ impl<'a> Replica<'a> {
         devices: &dyn Devices,
         setup: &Setup,
     ) -> Result<Self, NotOpened> {
-        let plan = own_plan(config, env, setup.plan(config)?)?;
+        let plan = own_plan(config, env, setup)?;
         let met = meet(config, env, &plan, devices, stop, &Collectives::new())?;
         let (comm, addresses) = (met.comm, met.addresses);
         let reporter = Reporter::for_rank(env);
@@ -430,6 +444,13 @@ fn load_weights(
             }
         }
     };
+    let dtype = zero.plan().config().precision.weight_dtype();
+    let map = |id: ParamId| {
+        let name = &model.spec().params[id.index()].name;
+        let place = weights.and_then(|source| source.in_file(name, dtype));
+        let (file, range) = place.ok_or(std::io::ErrorKind::NotFound)?;
+        Ok::<_, std::io::Error>((file.try_clone()?, range))
+    };
     let packed = |id: ParamId, out: &mut [u8]| {
         let name = &model.spec().params[id.index()].name;
         let Some(source) = weights else {
@@ -438,7 +459,9 @@ fn load_weights(
         out.copy_from_slice(&source.read_packed(name)?);
         Ok(true)
     };
-    zero.load_packed(read, packed)
+    let loaded = zero.map_files(map);
+    loaded
+        .and_then(|()| zero.load_packed(read, packed))
         .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))
 }
 
@@ -487,18 +510,23 @@ fn refused(refusals: &[(usize, String)]) -> String {
     }
 }
 
-/// Plan of this rank's pipeline stage, from that of the first one.
-fn own_plan(
-    config: &RunPlan,
-    env: &RankEnv,
-    plan: engine::Plan,
-) -> Result<Arc<engine::Plan>, Failure> {
+/// Plan of this rank's pipeline stage, from that of the first one. Leases read weights in their files where they can.
+fn own_plan(config: &RunPlan, env: &RankEnv, setup: &Setup) -> Result<Arc<engine::Plan>, Failure> {
+    let plan = setup.plan(config)?;
     let plan = match config.mp_size {
         1 => Ok(plan),
         stages => plan.at_stage(env.rank % stages),
     };
     let plan = plan.map_err(|e| failures::engine(both("plan the run", "计划运行"), &e.into()))?;
-    Ok(Arc::new(plan))
+    let is_gpu = config.device == Device::Cuda;
+    let dtype = plan.config().precision.weight_dtype();
+    let is_in_file = |id: ParamId| {
+        let name = &setup.model.spec().params[id.index()].name;
+        let is_replaced = setup.adapter.as_ref().is_some_and(|own| own.has(name));
+        let weights = setup.weights.as_ref().filter(|_| !is_replaced);
+        weights.is_some_and(|weights| weights.in_file(name, dtype).is_some())
+    };
+    Ok(Arc::new(plan.with_mapped_files(is_gpu, is_in_file)))
 }
 
 /// The mesh of this rank, whose ranks `comm` connects. `noted` wraps the communicators of pipeline stages.

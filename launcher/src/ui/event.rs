@@ -43,6 +43,8 @@ pub enum Event {
     Trains(Vec<TrainRow>),
     /// Quantized weights of the base, shown before weights are read.
     Quantized(QuantizedEvent),
+    /// Pipeline stages of the run, shown before weights are read.
+    Stages(StagesEvent),
     /// Number and size of the samples and images.
     Data(DataEvent),
     /// All ranks have joined the rendezvous.
@@ -191,6 +193,56 @@ pub struct TrainRow {
     /// Peak learning rate of these tensors, with `--lr-scale` applied.
     #[serde(deserialize_with = "or_nan")]
     pub lr: f64,
+}
+
+/// Pipeline stages of a run. Shares and bytes are lists in the order of the stages.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StagesEvent {
+    /// Number of units of each stage.
+    pub units: Vec<u32>,
+    /// Share of each stage in the estimated operations of a step, in percent.
+    pub operations_percent: Vec<f64>,
+    /// Share of each stage in the bytes of stored states, in percent.
+    pub bytes_percent: Vec<f64>,
+    /// Most bytes that cross each boundary in one direction, for a micro-batch. One fewer than stages.
+    pub boundary_bytes: Vec<u64>,
+    /// Data-parallel ranks of each stage.
+    pub data_ranks: usize,
+    /// Micro-batches per update on each of them.
+    pub micro_batches: usize,
+    /// Share of a step in which a stage waits for others, in percent.
+    pub waiting_percent: f64,
+}
+
+impl fmt::Display for StagesEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |shares: &[f64]| {
+            let shares: Vec<String> = shares.iter().map(|share| format!("{share:.0}")).collect();
+            shares.join(", ")
+        };
+        let counts: Vec<String> = self.units.iter().map(u32::to_string).collect();
+        let crossing: Vec<String> = self.boundary_bytes.iter().map(|n| bytes(*n)).collect();
+        let (crossing, waits) = (crossing.join(", "), self.waiting_percent);
+        let micro_batches = self.micro_batches;
+        let text = Text::join(
+            &[
+                text!(
+                    "{} units · {} % of the operations · {} % of the bytes · {} data-parallel ranks each",
+                    "{} 个单元 · 占运算的 {} % · 占字节的 {} % · 各有 {} 个数据并行 rank",
+                    counts.join(", "),
+                    list(&self.operations_percent),
+                    list(&self.bytes_percent),
+                    self.data_ranks,
+                ),
+                text!(
+                    "at most {crossing} cross each boundary, in each direction · a stage waits {waits:.0} % of a step with {micro_batches} micro-batches",
+                    "每个边界每个方向最多传输 {crossing} · 每次更新 {micro_batches} 个微批时，各段有 {waits:.0} % 的时间在等待"
+                ),
+            ],
+            "\n",
+        );
+        write!(f, "{text}")
+    }
 }
 
 /// Quantized weights of a model's base: their formats and sizes, unsharded.

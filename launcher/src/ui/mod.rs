@@ -12,7 +12,7 @@ use std::sync::Mutex;
 
 pub use event::{
     DataEvent, DiskTraffic, DoneEvent, EvalEvent, Event, PlanEvent, PlanPart, QuantizedEvent,
-    ResumeEvent, SaveEvent, StepEvent, TrainRow,
+    ResumeEvent, SaveEvent, StagesEvent, StepEvent, TrainRow,
 };
 pub use screen::Screen;
 pub use text::lines;

@@ -20,21 +20,13 @@ pub fn lines(event: &Event) -> Vec<String> {
             );
             vec![line(both("note", "说明"), text)]
         }
-        Event::Info { label, text } => {
-            let text = text.to_string();
-            let lines = text.lines().enumerate();
-            lines
-                .map(|(i, text)| match i {
-                    0 => line(label, text),
-                    _ => line(NONE, text),
-                })
-                .collect()
-        }
+        Event::Info { label, text } => labeled(label, text),
         Event::Warning { text } => vec![line(WARNING, text)],
         Event::Answer { .. } => Vec::new(),
         Event::Plan(plan) => plan_lines(plan),
         Event::Trains(rows) => train_lines(rows),
         Event::Quantized(weights) => vec![line(both("quant", "量化"), weights)],
+        Event::Stages(stages) => labeled(both("stages", "流水线"), stages),
         Event::Data(data) => data_lines(data),
         Event::Comm {
             ranks,
@@ -97,6 +89,17 @@ pub(super) const WARNING: Both = both("warning", "警告");
 
 fn line(label: impl Display, text: impl Display) -> String {
     format!(" {label:<7} {text}").trim_end().to_string()
+}
+
+/// A text of several lines, with the label before the first.
+fn labeled(label: impl Display, text: impl Display) -> Vec<String> {
+    let text = text.to_string();
+    let lines = text.lines().enumerate();
+    let lines = lines.map(|(i, text)| match i {
+        0 => line(&label, text),
+        _ => line(NONE, text),
+    });
+    lines.collect()
 }
 
 fn plural(number: usize, noun: &str, zh: &str) -> Text {

@@ -16,7 +16,7 @@ use crate::error::{ModelError, Result};
 use crate::eva::{EvaImages, eva_images};
 use crate::nn::{PrefixTables, Rotary};
 use crate::ops::RowGroups;
-use crate::{SampleInput, cogvlm::config::Edition};
+use crate::{SampleInput, VisionLanguageModel, cogvlm::config::Edition};
 use kernels::{Backend, Tensor};
 use std::sync::Arc;
 
@@ -68,14 +68,14 @@ impl CogVlm {
     }
 
     fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
-        let (language, options) = (&self.config().language, self.model_options());
+        let (language, options) = (&self.config().language, self.options());
         let (d, theta) = (language.head_dim, language.rope_theta);
         rotary(positions, d, theta, options.rotary_dtype(), backend)
     }
 
     fn prefix_tables(&self, batch: &Batch, backend: &dyn Backend) -> Result<Option<PrefixTables>> {
         let (tokens, heads) = (
-            self.model_options().ptuning_tokens,
+            self.options().ptuning_tokens,
             self.config().language.num_kv_heads,
         );
         (tokens > 0)
@@ -109,7 +109,7 @@ impl CogVlm {
         if images.is_empty() {
             return Ok(None);
         }
-        let options = self.model_options();
+        let options = self.options();
         let first: Image<'_> = images.iter().map(|p| p[0]).collect();
         let EvaImages {
             patches,

@@ -3,10 +3,9 @@
 //! The files have no `model_type`. The class in `architectures` and the fields identify the family.
 
 use crate::config::{
-    ConfigError, ConfigFile, Fields, Rope, at_most, divisible, grid, same, size, unsupported,
+    ConfigError, Fields, Rope, at_most, divisible, grid, reads_config_json, same, size, unsupported,
 };
 use crate::eva::EvaConfig;
-use std::path::Path;
 
 /// Base of the rotary frequencies of CogVLM and CogAgent, a constant of the published code.
 const THETA: f32 = 10_000.0;
@@ -121,23 +120,9 @@ impl CrossConfig {
     }
 }
 
+reads_config_json!(CogConfig);
+
 impl CogConfig {
-    /// Reads `config.json` of the model directory `dir`.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
-    pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::load(dir)?.fields())
-    }
-
-    /// Parses the content of a `config.json`; `path` is named in errors.
-    ///
-    /// # Errors
-    /// As [`CogConfig::load`].
-    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::parse(bytes, path)?.fields())
-    }
-
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         let Some(edition) = Edition::read(fields)? else {
             return Err(ConfigError::UnsupportedModel {
@@ -312,6 +297,7 @@ mod tests {
     use super::*;
     use crate::cogvlm::tests::real_config;
     use serde_json::{Value, json};
+    use std::path::Path;
 
     fn parse(value: &Value) -> Result<CogConfig, ConfigError> {
         CogConfig::parse(value.to_string().as_bytes(), Path::new("config.json"))

@@ -14,10 +14,9 @@ use crate::init::Init;
 use crate::lora::LanguageModules;
 use crate::nn::LmHead;
 use crate::options::ModelOptions;
-use crate::params::{ParamBuilder, SplitAdapters, is_added};
 use crate::processor::Normalization;
-use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamSpec};
+use crate::{Declared, SampleInput, Tower, VisionLanguageModel};
+use engine::ParamSpec;
 use kernels::Backend;
 
 const ATTENTION: &[&str] = &[
@@ -69,9 +68,7 @@ fn tower(name: &str) -> Tower {
 pub struct CogVlm {
     config: CogConfig,
     pub(super) normalization: Normalization,
-    options: ModelOptions,
-    spec: ModelSpec,
-    split: SplitAdapters,
+    declared: Declared,
     vision: EvaTower,
     projector: Projector,
     cross_vision: Option<CrossVision>,
@@ -85,24 +82,21 @@ impl CogVlm {
     /// # Errors
     /// When adapter targets do not fit the model, or `train` or `freeze` match nothing.
     pub fn new(config: CogConfig, options: ModelOptions) -> Result<Self> {
-        let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
         let modules = language_modules(config.edition);
-        let packing = |name: &str| options.packed.of(name, tower(name));
-        let mut params =
-            ParamBuilder::new(&trains, options.lora.as_ref(), &modules)?.packing(&packing);
-        let vision = EvaTower::new(&mut params, "model.vision", &config.vision);
-        let projector = Projector::new(&mut params, &config);
-        let cross = config.cross.as_ref();
-        let cross_vision = cross.map(|cross| CrossVision::new(&mut params, cross));
-        let language = Language::new(&mut params, &config, options.ptuning_tokens)?;
-        let (spec, split) = params.finish_with_split()?;
-        options.check(&spec)?;
+        let prefix = options.ptuning_tokens;
+        let (declared, (vision, projector, cross_vision, language)) =
+            Declared::new(options, tower, &modules, |params| {
+                let vision = EvaTower::new(params, "model.vision", &config.vision);
+                let projector = Projector::new(params, &config);
+                let cross = config.cross.as_ref();
+                let cross = cross.map(|cross| CrossVision::new(params, cross));
+                let language = Language::new(params, &config, prefix)?;
+                Ok((vision, projector, cross, language))
+            })?;
         Ok(Self {
             config,
             normalization: Normalization::clip(),
-            options,
-            spec,
-            split,
+            declared,
             vision,
             projector,
             cross_vision,
@@ -115,27 +109,11 @@ impl CogVlm {
     pub fn config(&self) -> &CogConfig {
         &self.config
     }
-
-    pub(super) fn model_options(&self) -> &ModelOptions {
-        &self.options
-    }
 }
 
 impl VisionLanguageModel for CogVlm {
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn tower_of(&self, name: &str) -> Tower {
-        tower(name)
-    }
-
-    fn options(&self) -> &ModelOptions {
-        &self.options
-    }
-
-    fn split_adapters(&self) -> &SplitAdapters {
-        &self.split
+    fn declared(&self) -> &Declared {
+        &self.declared
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
@@ -157,8 +135,8 @@ impl VisionLanguageModel for CogVlm {
             layers: language.num_layers,
             kv_heads: language.num_kv_heads,
             head_dim: language.head_dim,
-            dtype: self.options.dtype,
-            prefix_tokens: self.options.ptuning_tokens,
+            dtype: self.dtype(),
+            prefix_tokens: self.options().ptuning_tokens,
             cross: self.config.cross.as_ref().map(|cross| CrossCacheShape {
                 features: cross.patches(),
                 width: cross.width,

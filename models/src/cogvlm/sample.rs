@@ -6,12 +6,12 @@
 use super::processor::CogProcessor;
 use super::prompt::Turns;
 use crate::data::conversation::{
-    Abilities, check_abilities, check_metadata, check_vocabulary, image_error, plain_text,
-    question, shifted, supervised,
+    Abilities, check_abilities, check_metadata, check_vocabulary, image_pixels, image_size,
+    plain_text, question, shifted,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
-    PromptSource, PromptStyle, RawSample, SampleError, SampleSize, SampleTokens, Slice,
+    EncodeOptions, EncodedPrompt, IGNORED, ImagePlan, PlaceholderStyle, PlannedSample,
+    PromptSource, PromptStyle, RawSample, SampleError, SampleTokens, Slice,
 };
 use crate::image::{ImageSource, RgbImage, resize};
 use crate::processor::Processor;
@@ -27,14 +27,6 @@ const CUT_ROOM: usize = 5;
 struct Text {
     turns: Turns,
     answer: Option<String>,
-}
-
-/// The token ids and labels of a sample after truncation.
-struct Tokens {
-    input_ids: Vec<i32>,
-    labels: Vec<i32>,
-    image_bounds: Vec<(usize, usize)>,
-    untruncated: usize,
 }
 
 impl CogProcessor {
@@ -155,7 +147,7 @@ impl CogProcessor {
         &self,
         sample: &RawSample,
         options: &EncodeOptions,
-    ) -> Result<Tokens, SampleError> {
+    ) -> Result<SampleTokens, SampleError> {
         let needs_image = self.config.cross.is_some() && !options.text_without_cross;
         if needs_image && sample.images.is_empty() {
             return Err(SampleError::NoImage);
@@ -199,11 +191,12 @@ impl CogProcessor {
         }
         let mut own = input_ids.clone();
         own[..context].fill(IGNORED);
-        Ok(Tokens {
+        Ok(SampleTokens {
+            slices: image_bounds.len() * self.config.slices_per_image(),
             labels: shifted(&own),
             input_ids,
             image_bounds,
-            untruncated,
+            untruncated_tokens: untruncated,
         })
     }
 
@@ -220,14 +213,10 @@ impl CogProcessor {
         images: &dyn ImageSource,
     ) -> Result<Vec<Slice>, SampleError> {
         let mut slices = Vec::new();
-        for (name, path) in &sample.images {
-            let image = images
-                .load(path)
-                .map_err(|error| image_error(name, path, error))?;
-            slices.extend(
-                self.sides()
-                    .map(|(size, patch)| scaled(&image, size, patch)),
-            );
+        for image in &sample.images {
+            let image = image_pixels(images, image)?;
+            let sides = self.sides();
+            slices.extend(sides.map(|(size, patch)| scaled(&image, size, patch)));
         }
         Ok(slices)
     }
@@ -244,66 +233,25 @@ impl CogProcessor {
         sample: &RawSample,
         images: &dyn ImageSource,
     ) -> Result<(), SampleError> {
-        for (name, path) in &sample.images {
-            images
-                .dimensions(path)
-                .map_err(|error| image_error(name, path, error))?;
-        }
-        Ok(())
+        let mut sizes = sample.images.iter().map(|image| image_size(images, image));
+        sizes.try_for_each(|size| size.map(drop))
     }
 }
 
 impl Processor for CogProcessor {
-    fn encode(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
+    fn plan<'a>(
+        &'a self,
+        sample: &'a RawSample,
+        images: &'a dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<EncodedSample, SampleError> {
-        let tokens = self.training_tokens(sample, options)?;
-        Ok(EncodedSample {
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.image_bounds,
-            slices: self.slices(sample, images)?,
-            untruncated_tokens: tokens.untruncated,
-        })
-    }
-
-    fn measure(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleSize, SampleError> {
+    ) -> Result<PlannedSample<'a>, SampleError> {
         let tokens = self.training_tokens(sample, options)?;
         self.check_headers(sample, images)?;
         let patches = self.sides().map(|(size, patch)| (size / patch).pow(2));
-        let images = tokens.image_bounds.len();
-        Ok(SampleSize {
-            tokens: tokens.input_ids.len(),
-            untruncated_tokens: tokens.untruncated,
-            supervised: supervised(&tokens.labels),
-            image_tokens: images * self.places(),
-            patches: images * patches.sum::<usize>(),
-            slices: images * self.config.slices_per_image(),
-        })
-    }
-
-    fn tokens(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleTokens, SampleError> {
-        let tokens = self.training_tokens(sample, options)?;
-        self.check_headers(sample, images)?;
-        Ok(SampleTokens {
-            slices: tokens.image_bounds.len() * self.config.slices_per_image(),
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.image_bounds,
-            untruncated_tokens: tokens.untruncated,
+        Ok(PlannedSample {
+            patches: tokens.image_bounds.len() * patches.sum::<usize>(),
+            tokens,
+            cut: Box::new(move || self.slices(sample, images)),
         })
     }
 

@@ -1,10 +1,10 @@
 //! Checks and labels that the sample rules of several families share.
 
 use std::borrow::Cow;
-use std::path::Path;
+use std::path::PathBuf;
 
-use super::{IGNORED, RawSample, SampleError};
-use crate::image::{ImageError, short_path};
+use super::{EncodeOptions, IGNORED, RawSample, SampleError, SampleTokens};
+use crate::image::{Decoded, ImageError, ImageSource, short_path};
 use crate::text::literal::hide;
 use crate::text::{Message, Tokenizer};
 
@@ -166,8 +166,89 @@ pub(crate) fn supervised(labels: &[i32]) -> usize {
     labels.iter().filter(|&&label| label != IGNORED).count()
 }
 
+/// The switch for thoughts of a template that `has` one: the sample's, else the run's.
+pub(crate) fn thinking_switch(
+    sample: &RawSample,
+    options: &EncodeOptions,
+    has: bool,
+) -> Option<bool> {
+    let asked = sample.enable_thinking.or(options.enable_thinking);
+    asked.filter(|_| has)
+}
+
+/// Width and height of an image of a sample, from its header.
+///
+/// # Errors
+/// [`SampleError::Image`].
+pub(crate) fn image_size(
+    images: &dyn ImageSource,
+    (name, path): &(String, PathBuf),
+) -> Result<(usize, usize), SampleError> {
+    let size = images.dimensions(path);
+    size.map_err(|error| image_error(name, path, error))
+}
+
+/// Pixels of an image of a sample.
+///
+/// # Errors
+/// [`SampleError::Image`].
+pub(crate) fn image_pixels(
+    images: &dyn ImageSource,
+    (name, path): &(String, PathBuf),
+) -> Result<Decoded, SampleError> {
+    let image = images.load(path);
+    image.map_err(|error| image_error(name, path, error))
+}
+
+/// A conversation as tokens, before it is cut and its labels are shifted.
+#[derive(Default)]
+pub(crate) struct Written {
+    pub(crate) input_ids: Vec<i32>,
+    /// Label of each token itself.
+    pub(crate) own_labels: Vec<i32>,
+    /// Token range of each image.
+    pub(crate) bounds: Vec<(usize, usize)>,
+}
+
+impl Written {
+    pub(crate) fn push(&mut self, ids: &[i32], supervised: bool) {
+        self.input_ids.extend(ids);
+        match supervised {
+            true => self.own_labels.extend(ids),
+            false => self.own_labels.resize(self.input_ids.len(), IGNORED),
+        }
+    }
+
+    /// The first `kept` tokens and `images` images, each of one slice, with shifted labels.
+    ///
+    /// # Errors
+    /// [`SampleError::NoSupervisedToken`].
+    pub(crate) fn cut(mut self, kept: usize, images: usize) -> Result<SampleTokens, SampleError> {
+        let tokens = self.input_ids.len();
+        let answer_start = self.own_labels.iter().position(|label| *label != IGNORED);
+        self.input_ids.truncate(kept);
+        self.own_labels.truncate(kept);
+        self.bounds.truncate(images);
+        let labels = shifted(&self.own_labels);
+        if supervised(&labels) == 0 {
+            return Err(SampleError::NoSupervisedToken {
+                tokens,
+                kept,
+                answer_start,
+            });
+        }
+        Ok(SampleTokens {
+            slices: self.bounds.len(),
+            input_ids: self.input_ids,
+            labels,
+            image_bounds: self.bounds,
+            untruncated_tokens: tokens,
+        })
+    }
+}
+
 /// An image that cannot be read.
-pub(crate) fn image_error(name: &str, path: &Path, source: ImageError) -> SampleError {
+fn image_error(name: &str, path: &std::path::Path, source: ImageError) -> SampleError {
     SampleError::Image {
         name: name.to_owned(),
         path: short_path(path),

@@ -1,5 +1,6 @@
 //! Samples as inputs of models: token ids, labels, places of images and patches.
 
+use super::SampleError;
 use crate::cogvlm::config::TemplateVersion;
 
 /// Label of a position that is not supervised.
@@ -215,6 +216,28 @@ pub struct SampleTokens {
     pub untruncated_tokens: usize,
     /// Number of slices of all images together.
     pub slices: usize,
+}
+
+/// A training sample whose images were planned from their headers and not decoded yet.
+pub struct PlannedSample<'a> {
+    /// Its tokens.
+    pub tokens: SampleTokens,
+    /// Number of image patches of all slices together.
+    pub patches: usize,
+    /// Decodes the images and cuts them into slices, in the order of the text.
+    pub cut: Cut<'a>,
+}
+
+/// Decoding of a sample's images, which fails with the image that cannot be read.
+pub type Cut<'a> = Box<dyn FnOnce() -> Result<Vec<Slice>, SampleError> + 'a>;
+
+impl std::fmt::Debug for PlannedSample<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PlannedSample")
+            .field("tokens", &self.tokens)
+            .field("patches", &self.patches)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Slices and tokens that an image of a given size becomes.

@@ -8,8 +8,8 @@ mod lines;
 mod raw;
 
 pub use encoded::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
-    PromptSource, PromptStyle, SampleSize, SampleTokens, Slice, Stamp,
+    Cut, EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle,
+    PlannedSample, PromptSource, PromptStyle, SampleSize, SampleTokens, Slice, Stamp,
 };
 pub use error::SampleError;
 pub use formats::{

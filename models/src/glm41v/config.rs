@@ -2,9 +2,8 @@
 //! have to.
 
 use crate::config::{
-    ConfigError, ConfigFile, Fields, Rope, at_most, divisible, grid, same, size, unsupported,
+    ConfigError, Fields, Rope, at_most, divisible, grid, reads_config_json, same, size, unsupported,
 };
-use std::path::Path;
 
 /// Configuration of a model of the GLM-4.1V line.
 #[derive(Clone, Debug, PartialEq)]
@@ -113,23 +112,9 @@ pub const MERGE: usize = 2;
 /// Color channels of a pixel.
 const CHANNELS: usize = 3;
 
+reads_config_json!(Glm41vConfig);
+
 impl Glm41vConfig {
-    /// Reads `config.json` of the model directory `dir`.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
-    pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::load(dir)?.fields())
-    }
-
-    /// Parses the content of a `config.json`; `path` is named in errors.
-    ///
-    /// # Errors
-    /// As [`Glm41vConfig::load`].
-    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::parse(bytes, path)?.fields())
-    }
-
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         const TIED: &str = "tie_word_embeddings";
         let network = Network::of(fields.nullable("model_type")?.unwrap_or_default())?;

@@ -12,10 +12,9 @@ use crate::init::Init;
 use crate::lora::LanguageModules;
 use crate::nn::{Decoder, DecoderBlock, LmHead};
 use crate::options::ModelOptions;
-use crate::params::{ParamBuilder, SplitAdapters};
 use crate::processor::Normalization;
-use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamSpec};
+use crate::{Declared, SampleInput, Tower, VisionLanguageModel};
+use engine::ParamSpec;
 use kernels::Backend;
 
 /// Modules of the decoder.
@@ -41,9 +40,7 @@ fn tower(name: &str) -> Tower {
 pub struct Glm41v {
     config: Glm41vConfig,
     pub(super) normalization: Normalization,
-    options: ModelOptions,
-    spec: ModelSpec,
-    split_adapters: SplitAdapters,
+    declared: Declared,
     vision: VisionTower,
     merger: Merger,
     language: Decoder<DecoderBlock>,
@@ -62,21 +59,17 @@ impl Glm41v {
         options: ModelOptions,
     ) -> Result<Self> {
         options.refuse_ptuning()?;
-        let trains = |name: &str| options.trains(name, tower(name));
-        let packing = |name: &str| options.packed.of(name, tower(name));
-        let mut params =
-            ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?.packing(&packing);
-        let vision = VisionTower::new(&mut params, &config.vision);
-        let merger = Merger::new(&mut params, &config.vision);
-        let language = Decoder::new(&mut params, &decoder(&config.language))?;
-        let (spec, split_adapters) = params.finish_with_split()?;
-        options.check(&spec)?;
+        let (declared, (vision, merger, language)) =
+            Declared::new(options, tower, &LANGUAGE, |params| {
+                let vision = VisionTower::new(params, &config.vision);
+                let merger = Merger::new(params, &config.vision);
+                let language = Decoder::new(params, &decoder(&config.language))?;
+                Ok((vision, merger, language))
+            })?;
         Ok(Self {
             config,
             normalization,
-            options,
-            spec,
-            split_adapters,
+            declared,
             vision,
             merger,
             language,
@@ -91,20 +84,8 @@ impl Glm41v {
 }
 
 impl VisionLanguageModel for Glm41v {
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn tower_of(&self, name: &str) -> Tower {
-        tower(name)
-    }
-
-    fn split_adapters(&self) -> &SplitAdapters {
-        &self.split_adapters
-    }
-
-    fn options(&self) -> &ModelOptions {
-        &self.options
+    fn declared(&self) -> &Declared {
+        &self.declared
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
@@ -122,15 +103,7 @@ impl VisionLanguageModel for Glm41v {
     }
 
     fn cache_shape(&self) -> CacheShape {
-        let language = &self.config.language;
-        CacheShape {
-            layers: language.num_layers,
-            kv_heads: language.num_kv_heads,
-            head_dim: language.head_dim,
-            dtype: self.options.dtype,
-            prefix_tokens: 0,
-            cross: None,
-        }
+        decoder(&self.config.language).cache_shape(self.dtype())
     }
 
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {

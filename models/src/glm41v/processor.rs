@@ -9,7 +9,7 @@ use super::resize::ImageLimits;
 use super::thinking;
 use crate::config::{ConfigError, size, unsupported};
 use crate::data::conversation::control_tokens;
-use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor, read_settings};
+use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor, settings_of};
 use crate::text::{Tokenizer, TokenizerError};
 
 /// Image settings from `preprocessor_config.json` and `config.json` of a model directory.
@@ -204,16 +204,43 @@ fn check_image_id(stated: Option<i32>, found: i32) -> Result<(), ConfigError> {
     }
 }
 
-/// Limits of `video_preprocessor_config.json`, or those of the published class.
+/// Settings of videos: of `video_preprocessor_config.json`, or, as transformers 5 saves them, of `video_processor` in
+/// `processor_config.json`. The defaults are those of the published class.
+#[derive(Deserialize, PartialEq)]
+struct VideoSettings {
+    #[serde(default = "Size::of_videos")]
+    size: Size,
+    patch_size: Option<usize>,
+    merge_size: Option<usize>,
+    temporal_patch_size: Option<usize>,
+    image_mean: Option<[f32; 3]>,
+    image_std: Option<[f32; 3]>,
+}
+
+/// Limits on the frames of a video. The tower sees frames as it sees images, so all other settings must be those of `images`.
 fn video_limits(dir: &Path, images: &ProcessorConfig) -> Result<ImageLimits, ProcessorError> {
-    #[derive(Deserialize)]
-    struct Settings {
-        #[serde(default = "Size::of_videos")]
-        size: Size,
+    let ImageLimits { block, frames, .. } = images.limits;
+    let own = settings_of(dir, "video_preprocessor_config.json", "video_processor")?;
+    let Some::<VideoSettings>(own) = own else {
+        return Size::of_videos().limits(block, frames);
+    };
+    agree("patch_size of videos", images.patch_size, own.patch_size)?;
+    agree("merge_size of videos", MERGE, own.merge_size)?;
+    agree(
+        "temporal_patch_size of videos",
+        frames,
+        own.temporal_patch_size,
+    )?;
+    if own.image_mean.is_some() || own.image_std.is_some() {
+        let mean = own.image_mean.unwrap_or(crate::processor::CLIP_MEAN);
+        let std = own.image_std.unwrap_or(crate::processor::CLIP_STD);
+        if Normalization::new(mean, std)? != images.normalization {
+            let found = format!("{mean:?}, {std:?}");
+            let field = "image_mean and image_std of videos";
+            return Err(unsupported(field, found, "those of images").into());
+        }
     }
-    let settings: Option<Settings> = read_settings(&dir.join("video_preprocessor_config.json"))?;
-    let size = settings.map_or_else(Size::of_videos, |settings| settings.size);
-    size.limits(images.limits.block, images.limits.frames)
+    own.size.limits(block, frames)
 }
 
 /// Processor of the GLM-4.1V line: turns samples into token ids, labels and image patches. Its sample rules are in

@@ -20,12 +20,12 @@ use super::resize::{ImageLimits, smart_resize};
 use super::thinking::{self, Answer};
 use super::videos::{frame_size, step_seconds, time_text};
 use crate::data::conversation::{
-    Abilities, Roles, check_abilities, check_metadata, check_roles, check_turns, check_vocabulary,
-    image_error, plain_text, question, shifted, supervised,
+    Abilities, Roles, Written, check_abilities, check_metadata, check_roles, check_turns,
+    check_vocabulary, image_pixels, image_size, plain_text, question, thinking_switch,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
-    SampleError, SampleSize, SampleTokens, Slice,
+    EncodeOptions, EncodedPrompt, ImagePlan, PlaceholderStyle, PlannedSample, RawSample,
+    SampleError, SampleTokens, Slice,
 };
 use crate::image::{ImageSource, resize};
 use crate::processor::Processor;
@@ -70,79 +70,20 @@ enum Kind {
     Image(usize),
 }
 
-/// A conversation as tokens.
-#[derive(Default)]
-struct Tokens {
-    input_ids: Vec<i32>,
-    /// Label of each token itself, before the shift.
-    own_labels: Vec<i32>,
-    /// Token range of each image's features, without markers.
-    bounds: Vec<(usize, usize)>,
-    /// Images in the order of the text.
-    order: Vec<usize>,
-}
-
-/// Tokens after truncation.
-struct Training {
-    input_ids: Vec<i32>,
-    labels: Vec<i32>,
-    bounds: Vec<(usize, usize)>,
-    order: Vec<usize>,
-    untruncated: usize,
-}
-
 impl Processor for Glm41vProcessor {
-    fn encode(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
+    fn plan<'a>(
+        &'a self,
+        sample: &'a RawSample,
+        images: &'a dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<EncodedSample, SampleError> {
+    ) -> Result<PlannedSample<'a>, SampleError> {
         let shown = self.checked(sample, images, options)?;
-        let tokens = self.training(sample, &shown, options)?;
-        let slices = self.cut(sample, images, &shown)?;
-        Ok(EncodedSample {
-            slices: in_order(slices, &tokens.order),
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.bounds,
-            untruncated_tokens: tokens.untruncated,
-        })
-    }
-
-    fn measure(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleSize, SampleError> {
-        let shown = self.checked(sample, images, options)?;
-        let tokens = self.training(sample, &shown, options)?;
-        let image_tokens = tokens.bounds.iter().map(|(start, end)| end - start).sum();
-        Ok(SampleSize {
-            tokens: tokens.input_ids.len(),
-            untruncated_tokens: tokens.untruncated,
-            image_tokens,
-            supervised: supervised(&tokens.labels),
-            patches: image_tokens * MERGE * MERGE,
-            slices: tokens.bounds.len(),
-        })
-    }
-
-    fn tokens(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleTokens, SampleError> {
-        let shown = self.checked(sample, images, options)?;
-        let tokens = self.training(sample, &shown, options)?;
-        Ok(SampleTokens {
-            slices: tokens.bounds.len(),
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.bounds,
-            untruncated_tokens: tokens.untruncated,
+        let (tokens, order) = self.training(sample, &shown, options)?;
+        let features = tokens.image_bounds.iter().map(|(start, end)| end - start);
+        Ok(PlannedSample {
+            patches: features.sum::<usize>() * MERGE * MERGE,
+            tokens,
+            cut: Box::new(move || Ok(in_order(self.cut(sample, images, &shown)?, &order))),
         })
     }
 
@@ -159,16 +100,16 @@ impl Processor for Glm41vProcessor {
         let shown = self.plan_all(sample, images, options)?;
         let slices = self.cut(sample, images, &shown)?;
         let mut pieces = self.pieces(sample, turns, &shown, options)?;
-        let opening = match self.switch(sample, options) {
+        let opening = match thinking_switch(sample, options, self.thinks) {
             Some(false) => thinking::NO_THOUGHT,
             _ => "\n",
         };
         pieces.push(Piece::given(format!("{}{opening}", marker::ASSISTANT)));
-        let tokens = self.tokenize(&pieces, &shown.plans)?;
+        let (tokens, order) = self.tokenize(&pieces, &shown.plans)?;
         Ok(EncodedPrompt {
             input_ids: tokens.input_ids,
             image_bounds: tokens.bounds,
-            slices: in_order(slices, &tokens.order),
+            slices: in_order(slices, &order),
         })
     }
 
@@ -257,12 +198,6 @@ impl Glm41vProcessor {
         })
     }
 
-    /// The template's switch for thoughts: the sample's, else the run's. `None` in families without one.
-    fn switch(&self, sample: &RawSample, options: &EncodeOptions) -> Option<bool> {
-        let asked = sample.enable_thinking.or(options.enable_thinking);
-        asked.filter(|_| self.thinks)
-    }
-
     /// Fails if the sample asks for something that the model's template does not write.
     fn check(&self, sample: &RawSample) -> Result<(), SampleError> {
         let can = Abilities {
@@ -295,10 +230,7 @@ impl Glm41vProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<Shown, SampleError> {
-        let size = |(name, path): &(String, PathBuf)| {
-            let size = images.dimensions(path);
-            size.map_err(|error| image_error(name, path, error))
-        };
+        let size = |image: &_| image_size(images, image);
         let stills = sample.stills();
         let plan = |image: &(String, PathBuf)| self.plan(&image.0, size(image)?, options);
         let plans: Result<Vec<Plan>, SampleError> = stills.iter().map(plan).collect();
@@ -341,9 +273,8 @@ impl Glm41vProcessor {
         images: &dyn ImageSource,
         shown: &Shown,
     ) -> Result<Vec<Slice>, SampleError> {
-        let cut = |(name, path): &(String, PathBuf), plan: Plan| {
-            let image = images.load(path);
-            let image = image.map_err(|error| image_error(name, path, error))?;
+        let cut = |image: &(String, PathBuf), plan: Plan| {
+            let image = image_pixels(images, image)?;
             let image = resize(&image, plan.0, plan.1);
             Ok(Slice::cut(&image, (0, 0), plan, self.config.patch_size))
         };
@@ -367,16 +298,16 @@ impl Glm41vProcessor {
         Ok(slices)
     }
 
+    /// Tokens of a sample to train on, and its images in the order of the text.
     fn training(
         &self,
         sample: &RawSample,
         shown: &Shown,
         options: &EncodeOptions,
-    ) -> Result<Training, SampleError> {
+    ) -> Result<(SampleTokens, Vec<usize>), SampleError> {
         let pieces = self.pieces(sample, &sample.conversations, shown, options)?;
-        let mut tokens = self.tokenize(&pieces, &shown.plans)?;
+        let (tokens, mut order) = self.tokenize(&pieces, &shown.plans)?;
         let untruncated = tokens.input_ids.len();
-        let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
         let kept = untruncated.min(options.model_max_length);
         // Markers stand before and behind the features.
         let starts = tokens.bounds.iter().filter(|(s, _)| *s <= kept).count();
@@ -389,25 +320,8 @@ impl Glm41vProcessor {
                 kept,
             });
         }
-        tokens.input_ids.truncate(kept);
-        tokens.own_labels.truncate(kept);
-        tokens.bounds.truncate(ends);
-        tokens.order.truncate(ends);
-        let labels = shifted(&tokens.own_labels);
-        if supervised(&labels) == 0 {
-            return Err(SampleError::NoSupervisedToken {
-                tokens: untruncated,
-                kept,
-                answer_start,
-            });
-        }
-        Ok(Training {
-            input_ids: tokens.input_ids,
-            labels,
-            bounds: tokens.bounds,
-            order: tokens.order,
-            untruncated,
-        })
+        order.truncate(ends);
+        Ok((tokens.cut(kept, ends)?, order))
     }
 
     /// Pieces of `turns`, which are all or the first turns of `sample`.
@@ -418,7 +332,7 @@ impl Glm41vProcessor {
         shown: &Shown,
         options: &EncodeOptions,
     ) -> Result<Vec<Piece>, SampleError> {
-        let switch = self.switch(sample, options);
+        let switch = thinking_switch(sample, options, self.thinks);
         let last_question = turns.iter().rposition(|turn| turn.role == "user");
         let mut images = Images::new(sample, turns)?;
         let mut pieces = vec![Piece::given(marker::PREFIX)];
@@ -513,8 +427,13 @@ impl Glm41vProcessor {
         pieces.push(Piece::given(marker::VIDEO_END));
     }
 
-    fn tokenize(&self, pieces: &[Piece], plans: &[Plan]) -> Result<Tokens, SampleError> {
-        let mut tokens = Tokens::default();
+    /// The conversation as tokens, and its images in the order of the text.
+    fn tokenize(
+        &self,
+        pieces: &[Piece],
+        plans: &[Plan],
+    ) -> Result<(Written, Vec<usize>), SampleError> {
+        let (mut tokens, mut order) = (Written::default(), Vec::new());
         let mut stray = 0;
         for piece in pieces {
             let start = tokens.input_ids.len();
@@ -522,7 +441,7 @@ impl Glm41vProcessor {
                 Kind::Image(i) => {
                     let features = self.features(plans[i]);
                     tokens.bounds.push((start + 1, start + 1 + features));
-                    tokens.order.push(i);
+                    order.push(i);
                     let mut ids = vec![self.ids.image; features + 2];
                     ids[0] = self.ids.image_start;
                     ids[features + 1] = self.ids.image_end;
@@ -534,16 +453,12 @@ impl Glm41vProcessor {
                     ids
                 }
             };
-            let own = tokens.own_labels.len();
-            match piece.kind {
-                Kind::Supervised => tokens.own_labels.extend(&ids),
-                _ => tokens.own_labels.resize(own + ids.len(), IGNORED),
-            }
-            if let (Kind::BehindAnswer, Some(label)) = (piece.kind, tokens.own_labels.get_mut(own))
+            tokens.push(&ids, piece.kind == Kind::Supervised);
+            if let (Kind::BehindAnswer, Some(label)) =
+                (piece.kind, tokens.own_labels.get_mut(start))
             {
                 *label = self.ids.end;
             }
-            tokens.input_ids.extend(ids);
         }
         check_vocabulary(&tokens.input_ids, self.vocab_size)?;
         if stray > 0 {
@@ -552,7 +467,7 @@ impl Glm41vProcessor {
                 images: tokens.bounds.len(),
             });
         }
-        Ok(tokens)
+        Ok((tokens, order))
     }
 }
 

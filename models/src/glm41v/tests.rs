@@ -8,7 +8,7 @@ use crate::data::{
 };
 use crate::image::{Decoded, ImageError, ImageSource, RgbImage};
 use crate::options::ModelOptions;
-use crate::processor::{Normalization, Processor};
+use crate::processor::{Normalization, Processor, ProcessorError};
 use crate::{Tower, VisionLanguageModel};
 use kernels::DType;
 use serde_json::{Value, json};
@@ -386,4 +386,42 @@ fn the_prompt_is_the_training_text_up_to_the_answer() {
     assert_eq!(prompt.image_bounds, whole.image_bounds);
     let rest = &whole.input_ids[prompt.input_ids.len()..];
     assert_eq!(processor().decode(rest).unwrap(), "Yes.");
+}
+
+/// GLM-4.6V-Flash with `video_processor` in `processor_config.json`, as transformers 5 saves it.
+fn with_video_settings(settings: &Value) -> Result<Glm41vProcessor, ProcessorError> {
+    let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/glm-4.6v-flash");
+    let dir = tempfile::tempdir().unwrap();
+    for name in [
+        "config.json",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        std::fs::copy(pack.join(name), dir.path().join(name)).unwrap();
+    }
+    let settings = json!({"video_processor": settings}).to_string();
+    std::fs::write(dir.path().join("processor_config.json"), settings).unwrap();
+    Glm41vProcessor::load(dir.path())
+}
+
+#[test]
+fn settings_of_videos_are_read_as_transformers_5_saves_them() {
+    let size = json!({"shortest_edge": 784, "longest_edge": 31_360});
+    let found = with_video_settings(&json!({"size": size, "fps": 2, "image_std": null})).unwrap();
+    let limits = found.video_limits.unwrap();
+    assert_eq!((limits.min_pixels, limits.max_pixels), (784, 31_360));
+    let class = with_video_settings(&Value::Null).unwrap();
+    assert_eq!(class.video_limits.unwrap().max_pixels, 47_040_000);
+    for (settings, name) in [
+        (json!({"size": size, "patch_size": 16}), "patch_size"),
+        (
+            json!({"size": size, "temporal_patch_size": 1}),
+            "temporal_patch_size",
+        ),
+        (json!({"image_mean": [0.5, 0.5, 0.5]}), "image_mean"),
+    ] {
+        let error = with_video_settings(&settings).unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    }
 }

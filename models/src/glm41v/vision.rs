@@ -4,12 +4,12 @@
 
 use super::config::VisionConfig;
 use super::tables::Glm41vTables;
-use crate::autograd::{Scope, Tape, Var};
+use crate::autograd::{Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
-use crate::nn::{GatedMlp, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig};
-use crate::ops::{LinearParams, Sequences};
-use crate::params::{ParamBuilder, ParamScope};
+use crate::nn::{RmsNorm, SelfAttentionConfig, VisionBlock, VisionBlockConfig, VisionBlockKind};
+use crate::ops::LinearParams;
+use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
 
 /// Patch embedding, interpolated positions if the tower has them, and transformer blocks, without the final norm.
@@ -19,7 +19,7 @@ pub(super) struct VisionTower {
     patch: LinearParams,
     /// Norm after the patch embedding, and the learned positions.
     learned: Option<(RmsNorm, ParamId)>,
-    blocks: Vec<(UnitId, Block)>,
+    blocks: Vec<(UnitId, VisionBlock)>,
 }
 
 impl VisionTower {
@@ -37,12 +37,29 @@ impl VisionTower {
             let mut position = visual.at("embeddings.position_embedding");
             (norm, position.param("weight", [side * side, c]))
         });
+        let block = VisionBlockConfig {
+            attention: SelfAttentionConfig {
+                width: c,
+                heads: config.num_heads,
+                kv_heads: config.num_heads,
+                head_dim: config.head_dim,
+                fused: Some("qkv"),
+                qkv_bias: config.bias,
+                out_bias: config.bias,
+                out_name: "proj",
+                head_norms: config.head_norms.then_some(eps),
+            },
+            names: ["norm1", "attn", "norm2"],
+            inner: config.inner,
+            eps,
+            kind: VisionBlockKind::Gated { bias: config.bias },
+        };
         let blocks = (0..config.num_layers)
             .map(|i| {
                 let path = format!("model.visual.blocks.{i}");
                 let mut unit = params.unit(&path);
                 let mut scope = unit.at(&path);
-                (scope.id(), Block::new(&mut scope, config))
+                (scope.id(), VisionBlock::new(&mut scope, &block))
             })
             .collect();
         Self {
@@ -76,58 +93,11 @@ impl VisionTower {
         tape.observe("vision.embed", &x);
         for (i, (unit, block)) in self.blocks.iter().enumerate() {
             [x] = tape.segment(*unit, [&x], move |scope, [x]| {
-                Ok([block.forward(scope, x, &batch.sequences, &tables.rotary)?])
+                let rotary = Some(&tables.rotary);
+                Ok([block.forward(scope, x, &batch.sequences, rotary)?])
             })?;
             tape.observe(format_args!("vision.block.{i}"), &x);
         }
         Ok(x)
-    }
-}
-
-/// `x += attention(norm(x)); x += mlp(norm(x))`, bidirectional, rotated by row and column.
-#[derive(Clone, PartialEq, Debug)]
-struct Block {
-    norm1: RmsNorm,
-    attention: SelfAttention,
-    norm2: RmsNorm,
-    mlp: GatedMlp,
-}
-
-impl Block {
-    fn new(params: &mut ParamScope<'_, '_>, config: &VisionConfig) -> Self {
-        let (c, eps) = (config.hidden_size, config.rms_norm_eps as f32);
-        let attention = SelfAttentionConfig {
-            width: c,
-            heads: config.num_heads,
-            kv_heads: config.num_heads,
-            head_dim: config.head_dim,
-            fused: Some("qkv"),
-            qkv_bias: config.bias,
-            out_bias: config.bias,
-            out_name: "proj",
-            head_norms: config.head_norms.then_some(eps),
-        };
-        Self {
-            norm1: RmsNorm::new(params, "norm1", c, eps),
-            attention: SelfAttention::new(params, "attn", attention),
-            norm2: RmsNorm::new(params, "norm2", c, eps),
-            mlp: GatedMlp::new(params, "mlp", c, config.inner, config.bias),
-        }
-    }
-
-    fn forward(
-        &self,
-        scope: &Scope<'_>,
-        x: &Var,
-        sequences: &Sequences,
-        rotary: &Rotary,
-    ) -> Result<Var> {
-        let normed = self.norm1.forward(scope, x)?;
-        let mixed = self
-            .attention
-            .forward(scope, &normed, sequences, Some(rotary), None)?;
-        let x = scope.add(x, &mixed)?;
-        let normed = self.norm2.forward(scope, &x)?;
-        scope.add(&x, &self.mlp.forward(scope, &normed)?)
     }
 }

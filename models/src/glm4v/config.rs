@@ -1,9 +1,8 @@
 //! `config.json` of GLM-4V, checked once, so that model code does not have to.
 
-use crate::config::{ConfigError, ConfigFile, Fields, Rope, at_most, divisible};
+use crate::config::{ConfigError, Fields, Rope, at_most, divisible, reads_config_json};
 use crate::eva::EvaConfig;
 use kernels::RopeLayout;
-use std::path::Path;
 
 /// Configuration of a GLM-4V model.
 #[derive(Clone, Debug, PartialEq)]
@@ -94,23 +93,9 @@ impl LanguageConfig {
     }
 }
 
+reads_config_json!(Glm4vConfig);
+
 impl Glm4vConfig {
-    /// Reads `config.json` of the model directory `dir`.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
-    pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::load(dir)?.fields())
-    }
-
-    /// Parses the content of a `config.json`; `path` is named in errors.
-    ///
-    /// # Errors
-    /// As [`Glm4vConfig::load`].
-    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::parse(bytes, path)?.fields())
-    }
-
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         let model_type: String = fields.nullable("model_type")?.unwrap_or_default();
         if model_type != "chatglm" {

@@ -12,9 +12,8 @@ use crate::init::Init;
 use crate::lora::LanguageModules;
 use crate::nn::{Decoder, DecoderBlock, LmHead};
 use crate::options::ModelOptions;
-use crate::params::{ParamBuilder, SplitAdapters};
-use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamSpec};
+use crate::{Declared, SampleInput, Tower, VisionLanguageModel};
+use engine::ParamSpec;
 use kernels::Backend;
 
 /// Modules of the decoder.
@@ -42,9 +41,7 @@ fn tower(name: &str) -> Tower {
 #[derive(Debug)]
 pub struct Glm4v {
     config: Glm4vConfig,
-    options: ModelOptions,
-    spec: ModelSpec,
-    split_adapters: SplitAdapters,
+    declared: Declared,
     vision: EvaTower,
     projector: Projector,
     language: Decoder<DecoderBlock>,
@@ -59,20 +56,16 @@ impl Glm4v {
     /// learned keys and values (p-tuning).
     pub fn new(config: Glm4vConfig, options: ModelOptions) -> Result<Self> {
         options.refuse_ptuning()?;
-        let trains = |name: &str| options.trains(name, tower(name));
-        let packing = |name: &str| options.packed.of(name, tower(name));
-        let mut params =
-            ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?.packing(&packing);
-        let vision = EvaTower::new(&mut params, "transformer.vision", &config.vision);
-        let projector = Projector::new(&mut params, &config);
-        let language = Decoder::new(&mut params, &decoder(&config.language))?;
-        let (spec, split_adapters) = params.finish_with_split()?;
-        options.check(&spec)?;
+        let (declared, (vision, projector, language)) =
+            Declared::new(options, tower, &LANGUAGE, |params| {
+                let vision = EvaTower::new(params, "transformer.vision", &config.vision);
+                let projector = Projector::new(params, &config);
+                let language = Decoder::new(params, &decoder(&config.language))?;
+                Ok((vision, projector, language))
+            })?;
         Ok(Self {
             config,
-            options,
-            spec,
-            split_adapters,
+            declared,
             vision,
             projector,
             language,
@@ -87,20 +80,8 @@ impl Glm4v {
 }
 
 impl VisionLanguageModel for Glm4v {
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn tower_of(&self, name: &str) -> Tower {
-        tower(name)
-    }
-
-    fn split_adapters(&self) -> &SplitAdapters {
-        &self.split_adapters
-    }
-
-    fn options(&self) -> &ModelOptions {
-        &self.options
+    fn declared(&self) -> &Declared {
+        &self.declared
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
@@ -117,15 +98,7 @@ impl VisionLanguageModel for Glm4v {
     }
 
     fn cache_shape(&self) -> CacheShape {
-        let language = &self.config.language;
-        CacheShape {
-            layers: language.num_layers,
-            kv_heads: language.num_kv_heads,
-            head_dim: language.head_dim,
-            dtype: self.options.dtype,
-            prefix_tokens: 0,
-            cross: None,
-        }
+        decoder(&self.config.language).cache_shape(self.dtype())
     }
 
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {

@@ -14,89 +14,34 @@ use std::path::PathBuf;
 
 use super::processor::{Glm4vProcessor, marker};
 use crate::data::conversation::{
-    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, first_question,
-    image_error, question, shifted, supervised,
+    Abilities, Roles, Written, check_abilities, check_roles, check_turns, check_vocabulary,
+    first_question, image_pixels, image_size, question,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, IGNORED, ImagePlan, PlaceholderStyle, RawSample,
-    SINGLE_IMAGE, SampleError, SampleSize, SampleTokens, Slice,
+    EncodeOptions, EncodedPrompt, ImagePlan, PlaceholderStyle, PlannedSample, RawSample,
+    SINGLE_IMAGE, SampleError, Slice,
 };
 use crate::image::{ImageSource, RgbImage, resize};
 use crate::processor::Processor;
 use crate::text::{Message, Tokenizer, TokenizerError};
 
-/// A conversation as tokens, including the image's rows.
-#[derive(Default)]
-struct Tokens {
-    input_ids: Vec<i32>,
-    /// Label of each token itself, before the shift.
-    own_labels: Vec<i32>,
-    /// Token range of the image.
-    bounds: Vec<(usize, usize)>,
-}
-
-impl Tokens {
-    fn push(&mut self, ids: &[i32], supervised: bool) {
-        self.input_ids.extend(ids);
-        match supervised {
-            true => self.own_labels.extend(ids),
-            false => self.own_labels.resize(self.input_ids.len(), IGNORED),
-        }
-    }
-}
-
 impl Processor for Glm4vProcessor {
-    fn encode(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
+    fn plan<'a>(
+        &'a self,
+        sample: &'a RawSample,
+        images: &'a dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<EncodedSample, SampleError> {
-        let tokens = self.tokens(sample, images, options)?;
-        Ok(EncodedSample {
-            slices: vec![self.slice(sample, images)?],
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.image_bounds,
-            untruncated_tokens: tokens.untruncated_tokens,
-        })
-    }
-
-    fn measure(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleSize, SampleError> {
-        let tokens = self.tokens(sample, images, options)?;
-        Ok(SampleSize {
-            tokens: tokens.input_ids.len(),
-            untruncated_tokens: tokens.untruncated_tokens,
-            image_tokens: self.features + 2,
-            supervised: supervised(&tokens.labels),
-            patches: self.side() * self.side(),
-            slices: 1,
-        })
-    }
-
-    fn tokens(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleTokens, SampleError> {
+    ) -> Result<PlannedSample<'a>, SampleError> {
         check_turns(&sample.conversations, Roles::SystemAndTools)?;
         check_abilities(sample, Abilities::default())?;
-        if let Some((name, path)) = self.only_image(sample)? {
-            let size = images.dimensions(path);
-            size.map_err(|error| image_error(name, path, error))?;
+        if let Some(image) = self.only_image(sample)? {
+            image_size(images, image)?;
         }
         let mut tokens = self.tokenize(sample, &sample.conversations, true, options)?;
         let ended = sample.conversations.last().is_some_and(is_supervised);
         tokens.push(&[self.ids.user], options.train_on_turn_end && ended);
         let untruncated = tokens.input_ids.len();
         let kept = untruncated.min(options.model_max_length);
-        let answer_start = tokens.own_labels.iter().position(|label| *label != IGNORED);
         if let Some((start, _)) = tokens.bounds.iter().find(|(_, end)| *end > kept) {
             return Err(SampleError::UnpairedImageMarkers {
                 starts: usize::from(*start < kept),
@@ -105,22 +50,11 @@ impl Processor for Glm4vProcessor {
                 kept,
             });
         }
-        tokens.input_ids.truncate(kept);
-        tokens.own_labels.truncate(kept);
-        let labels = shifted(&tokens.own_labels);
-        if supervised(&labels) == 0 {
-            return Err(SampleError::NoSupervisedToken {
-                tokens: untruncated,
-                kept,
-                answer_start,
-            });
-        }
-        Ok(SampleTokens {
-            input_ids: tokens.input_ids,
-            labels,
-            image_bounds: tokens.bounds,
-            untruncated_tokens: untruncated,
-            slices: 1,
+        let images_kept = tokens.bounds.len();
+        Ok(PlannedSample {
+            tokens: tokens.cut(kept, images_kept)?,
+            patches: self.side() * self.side(),
+            cut: Box::new(move || Ok(vec![self.slice(sample, images)?])),
         })
     }
 
@@ -226,9 +160,8 @@ impl Glm4vProcessor {
     fn slice(&self, sample: &RawSample, images: &dyn ImageSource) -> Result<Slice, SampleError> {
         let side = self.image_size;
         let image = match self.only_image(sample)? {
-            Some((name, path)) => {
-                let image = images.load(path);
-                let image = image.map_err(|error| image_error(name, path, error))?;
+            Some(image) => {
+                let image = image_pixels(images, image)?;
                 resize(&image, side, side)
             }
             None => RgbImage::new(side, side, vec![0; side * side * 3]),
@@ -243,9 +176,9 @@ impl Glm4vProcessor {
         turns: &[Message],
         image: bool,
         options: &EncodeOptions,
-    ) -> Result<Tokens, SampleError> {
+    ) -> Result<Written, SampleError> {
         let ids = &self.ids;
-        let mut tokens = Tokens::default();
+        let mut tokens = Written::default();
         tokens.push(&ids.prefix, false);
         let mut answered = false;
         let first = first_question(turns);

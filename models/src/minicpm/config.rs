@@ -1,10 +1,11 @@
 //! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6, 4.0 and 4.5, checked once, so that model code does not have to.
 
 use crate::config::{
-    ConfigError, ConfigFile, Fields, MAX_GRID, Rope, at_most, divisible, grid, size, unsupported,
+    ConfigError, Fields, MAX_GRID, Rope, at_most, divisible, grid, reads_config_json, size,
+    unsupported,
 };
+use crate::families::NEW_MINICPM;
 use serde_json::Value;
-use std::path::Path;
 
 /// Elements of one head of the resampler's attention, which has `hidden_size / 128` heads.
 pub const RESAMPLER_HEAD_DIM: usize = 128;
@@ -131,23 +132,9 @@ pub struct SlicingConfig {
     pub patch_size: usize,
 }
 
+reads_config_json!(MiniCpmConfig);
+
 impl MiniCpmConfig {
-    /// Reads `config.json` of the model directory `dir`.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the file is missing or invalid, or describes a model that is not supported.
-    pub fn load(dir: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::load(dir)?.fields())
-    }
-
-    /// Parses the content of a `config.json`; `path` is named in errors.
-    ///
-    /// # Errors
-    /// As [`MiniCpmConfig::load`].
-    pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
-        Self::read(ConfigFile::parse(bytes, path)?.fields())
-    }
-
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
         // The family first: a file of another family may lack any other field.
         let (family, release) = Family::read(fields)?;
@@ -226,6 +213,7 @@ impl Family {
             Some(Value::String(text)) => text,
             Some(other) => other.to_string(),
             // The first releases carried no version.
+            None if family == Self::Omni => "without a version".to_owned(),
             None if sizes == [Some(2304), Some(64)] => "2.0 (no version field)".to_owned(),
             None => "2.5 (no version field)".to_owned(),
         };
@@ -253,6 +241,8 @@ fn lacking(version: &str) -> &'static str {
     match version.split(' ').next() {
         Some("2.0") => "its tower, resampler and decoder (MiniCPM-2.4B) are other ones",
         Some("2.5") => "its decoder is Llama 3 with a prompt of its own",
+        Some("4.6") => NEW_MINICPM,
+        Some("without") => "its release decides what it computes",
         _ => "its layout is not implemented",
     }
 }
@@ -436,6 +426,7 @@ impl SlicingConfig {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::path::Path;
 
     fn base() -> Value {
         json!({
@@ -523,6 +514,9 @@ mod tests {
         let mut config = base();
         config.as_object_mut().unwrap().shift_remove("version");
         assert!(parse(&config).unwrap_err().to_string().contains("2.5"));
+        config["model_type"] = json!("minicpmo");
+        let error = parse(&config).unwrap_err().to_string();
+        assert!(error.contains("MiniCPM-o without a version"), "{error}");
     }
 
     /// A decoder of release 4.0 with `scaling` as its `rope_scaling`.

@@ -19,9 +19,10 @@ pub(super) fn groups(video: &RawVideo) -> Result<Vec<Vec<Option<u32>>>, String> 
     let frames = video.frames.len();
     let groups = match &video.clock {
         Some(Clock::Groups(groups)) => groups.clone(),
-        Some(Clock::Seconds(times)) => even(times.iter().copied()),
-        Some(Clock::Rate(rate)) => even((0..frames).map(|frame| frame as f64 / rate)),
-        None => even((0..frames).map(|frame| frame as f64 / DEFAULT_RATE)),
+        // How long the film went on after its last frame is unknown.
+        Some(Clock::Seconds(times)) => even(times.iter().copied(), f64::INFINITY),
+        Some(Clock::Rate(rate)) => at_rate(frames, *rate),
+        None => at_rate(frames, DEFAULT_RATE),
     };
     let stamped: usize = groups.iter().map(Vec::len).sum();
     if stamped != frames || frames == 0 {
@@ -45,16 +46,28 @@ pub(super) fn groups(video: &RawVideo) -> Result<Vec<Vec<Option<u32>>>, String> 
     }
 }
 
-fn even(seconds: impl ExactSizeIterator<Item = f64>) -> Vec<Vec<Option<u32>>> {
+fn at_rate(frames: usize, rate: f64) -> Vec<Vec<Option<u32>>> {
+    let seconds = (0..frames).map(|frame| frame as f64 / rate);
+    even(seconds, frames as f64 / rate)
+}
+
+fn even(seconds: impl ExactSizeIterator<Item = f64>, duration: f64) -> Vec<Vec<Option<u32>>> {
     let size = seconds.len().div_ceil(MAX_GROUPS).max(1);
-    let tenths: Vec<Option<u32>> = seconds.map(|time| Some(tenths(time))).collect();
+    let tenths: Vec<Option<u32>> = seconds.map(|time| Some(tenths(time, duration))).collect();
     tenths.chunks(size).map(<[Option<u32>]>::to_vec).collect()
 }
 
-/// The nearest multiple of 0.1 s in units of 0.1 s, truncated as the published code does.
-fn tenths(seconds: f64) -> u32 {
-    let nearest = (seconds / 0.1).round() * 0.1;
-    (nearest / 0.1) as u32
+/// The nearest multiple of 0.1 s below `duration`, the lower one of two, in units of 0.1 s, truncated as the published
+/// code does.
+fn tenths(seconds: f64, duration: f64) -> u32 {
+    let last = ((duration / 0.1).ceil() as u32).saturating_sub(1);
+    let below = (seconds / 0.1) as u32;
+    let near = below.saturating_sub(1)..=below.saturating_add(1);
+    let distance = |tenths: &u32| (f64::from(*tenths) * 0.1 - seconds).abs();
+    let nearest = near
+        .filter(|tenths| *tenths <= last)
+        .min_by(|a, b| distance(a).total_cmp(&distance(b)));
+    (f64::from(nearest.unwrap_or(last)) * 0.1 / 0.1) as u32
 }
 
 #[cfg(test)]
@@ -89,6 +102,14 @@ mod tests {
             groups(&video(3, seconds)).unwrap(),
             [[Some(0)], [Some(5)], [Some(42)]]
         );
+        let at = |rate, frames| {
+            let groups = groups(&video(frames, Some(Clock::Rate(rate)))).unwrap();
+            groups.concat().into_iter().flatten().collect::<Vec<u32>>()
+        };
+        // 0.25 lies nearer to 0.2 than to the double above 0.3, and 0.75 nearer to the one above 0.7.
+        assert_eq!(at(4.0, 4), [0, 2, 5, 7]);
+        // 0.5 is no time of a film of half a second.
+        assert_eq!(at(30.0, 15)[14], 4);
         let many = groups(&video(MAX_GROUPS + 1, Some(Clock::Rate(10.0)))).unwrap();
         assert_eq!((many.len(), many[0].len()), (91, 2));
         assert!(groups(&video(MAX_GROUPS * MAX_GROUP + 1, None)).is_err());

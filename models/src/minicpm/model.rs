@@ -12,10 +12,9 @@ use crate::init::{self, Init};
 use crate::lora::LanguageModules;
 use crate::nn::{Decoder, DecoderBlock, LmHead};
 use crate::options::ModelOptions;
-use crate::params::ParamBuilder;
 use crate::processor::Normalization;
-use crate::{SampleInput, Tower, VisionLanguageModel};
-use engine::{ModelSpec, ParamSpec};
+use crate::{Declared, SampleInput, Tower, VisionLanguageModel};
+use engine::ParamSpec;
 use kernels::Backend;
 
 /// Modules of the decoder.
@@ -40,8 +39,7 @@ fn tower(name: &str) -> Tower {
 pub struct MiniCpm {
     config: MiniCpmConfig,
     pub(super) normalization: Normalization,
-    options: ModelOptions,
-    spec: ModelSpec,
+    declared: Declared,
     vision: VisionTower,
     resampler: Resampler,
     language: Decoder<DecoderBlock>,
@@ -67,20 +65,17 @@ impl MiniCpm {
                 reason: "the family's checkpoints keep the head apart from the embedding",
             });
         }
-        let trains = |name: &str| options.trains(name, tower(name));
-        let packing = |name: &str| options.packed.of(name, tower(name));
-        let mut params =
-            ParamBuilder::new(&trains, options.lora.as_ref(), &LANGUAGE)?.packing(&packing);
-        let vision = VisionTower::new(&mut params, &config.vision);
-        let resampler = Resampler::new(&mut params, &config);
-        let language = Decoder::new(&mut params, &decoder(&config.language))?;
-        let spec = params.finish()?;
-        options.check(&spec)?;
+        let (declared, (vision, resampler, language)) =
+            Declared::new(options, tower, &LANGUAGE, |params| {
+                let vision = VisionTower::new(params, &config.vision);
+                let resampler = Resampler::new(params, &config);
+                let language = Decoder::new(params, &decoder(&config.language))?;
+                Ok((vision, resampler, language))
+            })?;
         Ok(Self {
             config,
             normalization,
-            options,
-            spec,
+            declared,
             vision,
             resampler,
             language,
@@ -95,16 +90,8 @@ impl MiniCpm {
 }
 
 impl VisionLanguageModel for MiniCpm {
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn tower_of(&self, name: &str) -> Tower {
-        tower(name)
-    }
-
-    fn options(&self) -> &ModelOptions {
-        &self.options
+    fn declared(&self) -> &Declared {
+        &self.declared
     }
 
     fn collate(&self, samples: &[SampleInput<'_>], backend: &dyn Backend) -> Result<Batch> {
@@ -121,15 +108,7 @@ impl VisionLanguageModel for MiniCpm {
     }
 
     fn cache_shape(&self) -> CacheShape {
-        let language = &self.config.language;
-        CacheShape {
-            layers: language.num_layers,
-            kv_heads: language.num_kv_heads,
-            head_dim: language.head_dim,
-            dtype: self.options.dtype,
-            prefix_tokens: 0,
-            cross: None,
-        }
+        decoder(&self.config.language).cache_shape(self.dtype())
     }
 
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {

@@ -13,12 +13,12 @@ use super::placeholder::substitute;
 use super::processor::MiniCpmProcessor;
 use super::slicing::SlicePlan;
 use crate::data::conversation::{
-    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, image_error,
-    question, supervised,
+    Abilities, Roles, check_abilities, check_roles, check_turns, check_vocabulary, image_pixels,
+    image_size, question, supervised, thinking_switch,
 };
 use crate::data::{
-    EncodeOptions, EncodedPrompt, EncodedSample, ImagePlan, PlaceholderStyle, RawSample,
-    SampleError, SampleSize, SampleTokens, Slice, Stamp,
+    EncodeOptions, EncodedPrompt, ImagePlan, PlaceholderStyle, PlannedSample, RawSample,
+    SampleError, SampleTokens, Slice, Stamp,
 };
 use crate::image::ImageSource;
 use crate::processor::Processor;
@@ -54,65 +54,19 @@ impl Shown {
     }
 }
 
-/// Tokens of a sample whose slices are planned but not cut.
-struct Tokens {
-    input_ids: Vec<i32>,
-    labels: Vec<i32>,
-    image_bounds: Vec<(usize, usize)>,
-    untruncated: usize,
-    order: Vec<usize>,
-}
-
 impl Processor for MiniCpmProcessor {
-    fn encode(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
+    fn plan<'a>(
+        &'a self,
+        sample: &'a RawSample,
+        images: &'a dyn ImageSource,
         options: &EncodeOptions,
-    ) -> Result<EncodedSample, SampleError> {
+    ) -> Result<PlannedSample<'a>, SampleError> {
         let shown = self.checked(sample, images, options)?;
-        let tokens = self.training_tokens(sample, &shown, options)?;
-        Ok(EncodedSample {
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.image_bounds,
-            slices: self.cut(sample, images, &shown, &tokens.order)?,
-            untruncated_tokens: tokens.untruncated,
-        })
-    }
-
-    fn measure(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleSize, SampleError> {
-        let shown = self.checked(sample, images, options)?;
-        let tokens = self.training_tokens(sample, &shown, options)?;
-        Ok(SampleSize {
-            tokens: tokens.input_ids.len(),
-            untruncated_tokens: tokens.untruncated,
-            supervised: supervised(&tokens.labels),
-            image_tokens: tokens.image_bounds.len() * self.config.query_num,
+        let (tokens, order) = self.training_tokens(sample, &shown, options)?;
+        Ok(PlannedSample {
+            tokens,
             patches: shown.sum(SlicePlan::patches),
-            slices: shown.sum(SlicePlan::slices),
-        })
-    }
-
-    fn tokens(
-        &self,
-        sample: &RawSample,
-        images: &dyn ImageSource,
-        options: &EncodeOptions,
-    ) -> Result<SampleTokens, SampleError> {
-        let shown = self.checked(sample, images, options)?;
-        let tokens = self.training_tokens(sample, &shown, options)?;
-        Ok(SampleTokens {
-            input_ids: tokens.input_ids,
-            labels: tokens.labels,
-            image_bounds: tokens.image_bounds,
-            untruncated_tokens: tokens.untruncated,
-            slices: shown.sum(SlicePlan::slices),
+            cut: Box::new(move || self.cut(sample, images, &shown, &order)),
         })
     }
 
@@ -128,7 +82,7 @@ impl Processor for MiniCpmProcessor {
         check_abilities(sample, self.abilities())?;
         let shown = self.plan_all(sample, images, options)?;
         let written = substitute(sample, turns, &shown.plans, self, style)?;
-        let switch = self.switch(sample, options);
+        let switch = thinking_switch(sample, options, self.thinks);
         let text = self
             .template
             .render_thinking(&written.turns, true, switch)?;
@@ -150,7 +104,7 @@ impl Processor for MiniCpmProcessor {
         let shown = self.checked(sample, images, options)?;
         let style = PlaceholderStyle::Training;
         let written = substitute(sample, &sample.conversations, &shown.plans, self, style)?;
-        let switch = self.switch(sample, options);
+        let switch = thinking_switch(sample, options, self.thinks);
         Ok(self
             .template
             .render_thinking(&written.turns, false, switch)?)
@@ -193,12 +147,6 @@ impl MiniCpmProcessor {
         }
     }
 
-    /// The template's switch for thoughts: the sample's, else the run's. `None` in releases without one.
-    fn switch(&self, sample: &RawSample, options: &EncodeOptions) -> Option<bool> {
-        let asked = sample.enable_thinking.or(options.enable_thinking);
-        asked.filter(|_| self.thinks)
-    }
-
     /// Checks a sample to train on and plans its images.
     fn checked(
         &self,
@@ -218,11 +166,7 @@ impl MiniCpmProcessor {
         images: &dyn ImageSource,
         options: &EncodeOptions,
     ) -> Result<Shown, SampleError> {
-        let size = |(name, path): &(String, PathBuf)| {
-            let size = images.dimensions(path);
-            size.map_err(|error| image_error(name, path, error))
-        };
-        let sizes = sample.images.iter().map(size);
+        let sizes = sample.images.iter().map(|image| image_size(images, image));
         let sizes = sizes.collect::<Result<Vec<(usize, usize)>, SampleError>>()?;
         let [video] = &sample.videos[..] else {
             return match sample.videos.len() {
@@ -261,9 +205,8 @@ impl MiniCpmProcessor {
         shown: &Shown,
         order: &[usize],
     ) -> Result<Vec<Slice>, SampleError> {
-        let cut = |(name, path): &(String, PathBuf), plan: &SlicePlan| {
-            let image = images.load(path);
-            let image = image.map_err(|error| image_error(name, path, error))?;
+        let cut = |image: &(String, PathBuf), plan: &SlicePlan| {
+            let image = image_pixels(images, image)?;
             Ok::<_, SampleError>(plan.cut(&image))
         };
         if sample.videos.is_empty() {
@@ -291,15 +234,16 @@ impl MiniCpmProcessor {
         Ok(all)
     }
 
+    /// Tokens of a sample to train on, and its images in the order of the text.
     fn training_tokens(
         &self,
         sample: &RawSample,
         shown: &Shown,
         options: &EncodeOptions,
-    ) -> Result<Tokens, SampleError> {
+    ) -> Result<(SampleTokens, Vec<usize>), SampleError> {
         let style = PlaceholderStyle::Training;
         let written = substitute(sample, &sample.conversations, &shown.plans, self, style)?;
-        let switch = self.switch(sample, options);
+        let switch = thinking_switch(sample, options, self.thinks);
         let text = self
             .template
             .render_thinking(&written.turns, false, switch)?;
@@ -323,13 +267,14 @@ impl MiniCpmProcessor {
             });
         }
         let image_bounds = self.image_bounds(&input_ids, untruncated, shown.blocks())?;
-        Ok(Tokens {
+        let tokens = SampleTokens {
             input_ids,
             labels,
             image_bounds,
-            untruncated,
-            order: written.order,
-        })
+            untruncated_tokens: untruncated,
+            slices: shown.sum(SlicePlan::slices),
+        };
+        Ok((tokens, written.order))
     }
 
     fn tokenize(&self, text: &str) -> Result<Vec<i32>, SampleError> {
@@ -429,7 +374,7 @@ fn in_order(mut slices: Vec<Vec<Slice>>, order: &[usize]) -> Vec<Slice> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::IGNORED;
+    use crate::data::{EncodedSample, IGNORED};
     use crate::image::{Decoded, ImageError, RgbImage};
     use serde_json::{Value, json};
     use std::path::Path;

@@ -7,7 +7,7 @@ use super::tables::MiniCpmTables;
 use crate::autograd::{Tape, Var};
 use crate::batch::VisionBatch;
 use crate::error::Result;
-use crate::nn::{VisionBlock, VisionBlockConfig};
+use crate::nn::{SelfAttentionConfig, VisionBlock, VisionBlockConfig, VisionBlockKind};
 use crate::ops::LinearParams;
 use crate::params::ParamBuilder;
 use engine::{ParamId, UnitId};
@@ -35,12 +35,21 @@ impl VisionTower {
             .at("position_embedding")
             .param("weight", [config.grid_side * config.grid_side, c]);
         let block = VisionBlockConfig {
-            width: c,
-            heads: config.num_heads,
-            head_dim: config.head_dim,
+            attention: SelfAttentionConfig {
+                width: c,
+                heads: config.num_heads,
+                kv_heads: config.num_heads,
+                head_dim: config.head_dim,
+                fused: None,
+                qkv_bias: true,
+                out_bias: true,
+                out_name: "out_proj",
+                head_norms: None,
+            },
+            names: ["layer_norm1", "self_attn", "layer_norm2"],
             inner: config.intermediate_size,
             eps: config.layer_norm_eps as f32,
-            gelu: Gelu::Tanh,
+            kind: VisionBlockKind::Gelu(Gelu::Tanh),
         };
         let blocks = (0..config.num_layers)
             .map(|i| {
@@ -73,7 +82,7 @@ impl VisionTower {
         tape.observe("vision.embed", &x);
         for (i, (unit, block)) in self.blocks.iter().enumerate() {
             [x] = tape.segment(*unit, [&x], move |scope, [x]| {
-                Ok([block.forward(scope, x, &batch.sequences)?])
+                Ok([block.forward(scope, x, &batch.sequences, None)?])
             })?;
             tape.observe(format_args!("vision.block.{i}"), &x);
         }

@@ -111,16 +111,19 @@ impl SelfAttention {
             Projections::Fused(layer) => layer.forward(scope, x)?,
         };
         let split = |x: &Var, count: usize| scope.reshape(x, [t, count, head_dim]);
-        let norm = |x: Var, of_keys: usize| match &self.head_norms {
-            Some(norms) => norms[of_keys].forward(scope, &x),
-            None => Ok(x),
+        let place = |x: Var, of_keys: usize| {
+            let norm = self.head_norms.map(|norms| norms[of_keys]);
+            match (norm, rotary) {
+                (Some(n), Some(r)) => {
+                    scope.rms_norm_rope(&x, n.weight, n.eps, [&r.cos, &r.sin], r.layout)
+                }
+                (Some(n), None) => n.forward(scope, &x),
+                (None, Some(r)) => scope.rope(&x, &r.cos, &r.sin, r.layout),
+                (None, None) => Ok(x),
+            }
         };
-        let rotate = |x: Var| match rotary {
-            Some(r) => scope.rope(&x, &r.cos, &r.sin, r.layout),
-            None => Ok(x),
-        };
-        let q = rotate(norm(split(&q, heads)?, 0)?)?;
-        let k = rotate(norm(split(&k, kv_heads)?, 1)?)?;
+        let q = place(split(&q, heads)?, 0)?;
+        let k = place(split(&k, kv_heads)?, 1)?;
         let v = split(&v, kv_heads)?;
         let scale = (head_dim as f32).powf(-0.5);
         let mixed = scope.cached_attention([&q, &k, &v], sequences, cache, scale)?;

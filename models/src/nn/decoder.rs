@@ -6,9 +6,10 @@ use super::{DecoderBlock, DecoderBlockConfig, LmHead, LmHeadConfig, TokenEmbeddi
 use crate::autograd::{Scope, Tape, Var};
 use crate::batch::Batch;
 use crate::error::Result;
-use crate::generate::CachedLayer;
+use crate::generate::{CacheShape, CachedLayer};
 use crate::params::{ParamBuilder, ParamScope};
 use engine::UnitId;
+use kernels::DType;
 
 /// One layer of a language decoder. [`Decoder`] runs it while the weights of the layer's unit (parameters
 /// gathered together) are readable.
@@ -86,6 +87,21 @@ pub struct DecoderConfig {
     pub vocabulary: usize,
     /// Sizes of each layer, and the names of its modules.
     pub block: DecoderBlockConfig,
+}
+
+impl DecoderConfig {
+    /// Sizes of the keys and values that a cache of `dtype` holds per token.
+    #[must_use]
+    pub fn cache_shape(&self, dtype: DType) -> CacheShape {
+        CacheShape {
+            layers: self.num_layers,
+            kv_heads: self.block.kv_heads,
+            head_dim: self.block.head_dim,
+            dtype,
+            prefix_tokens: 0,
+            cross: None,
+        }
+    }
 }
 
 impl Decoder<DecoderBlock> {

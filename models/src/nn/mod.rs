@@ -25,4 +25,4 @@ pub(crate) use prefix::Prefix;
 pub use prefix::PrefixTables;
 pub use rotary::{Rotary, RotaryTable, rope_frequencies, rotary_of, round};
 pub use token_embedding::TokenEmbedding;
-pub use vision_block::{VisionBlock, VisionBlockConfig};
+pub use vision_block::{VisionBlock, VisionBlockConfig, VisionBlockKind};

@@ -3,6 +3,7 @@
 use crate::autograd::{Scope, Var};
 use crate::error::Result;
 use engine::ParamId;
+use kernels::{Direction, RopeLayout, Tensor};
 
 impl Scope<'_> {
     /// Layer norm over the last axis: `(x - mean) / sqrt(var + eps) * weight + bias`.
@@ -32,6 +33,40 @@ impl Scope<'_> {
                 }
             },
         )
+    }
+
+    /// RMS norm of every head of `x [t, h, d]`, and its rotation by the angles of `cos` and `sin` (f32 `[t, w]`), as
+    /// [`Scope::rope`] of [`Scope::rms_norm`].
+    ///
+    /// # Errors
+    /// As [`Scope::layer_norm`].
+    pub fn rms_norm_rope(
+        &self,
+        x: &Var,
+        weight: ParamId,
+        eps: f32,
+        [cos, sin]: [&Tensor; 2],
+        layout: RopeLayout,
+    ) -> Result<Var> {
+        let w = self.weight(weight)?;
+        let angles = [cos, sin];
+        let value = self
+            .backend()
+            .rms_norm_rope(x.value(), w, eps, angles, layout)?;
+        let (slot, input) = (x.slot(), x.value().clone());
+        let (cos, sin) = (cos.clone(), sin.clone());
+        let train = self.trains(weight);
+        self.record("rms_norm_rope", value, &[x], &[weight], move |sweep, dy| {
+            let backend = sweep.backend();
+            let dy = backend.rope(&dy, &cos, &sin, layout, Direction::Inverse)?;
+            let w = sweep.weight(weight)?;
+            let grads = sweep.backend().rms_norm_backward(&input, w, &dy, eps)?;
+            sweep.add(slot, grads.dx)?;
+            if train {
+                sweep.param(weight, grads.d_weight)?;
+            }
+            Ok(())
+        })
     }
 
     /// RMS norm over the last axis: `x / sqrt(mean(x^2) + eps) * weight`.

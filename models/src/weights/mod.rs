@@ -576,6 +576,20 @@ impl WeightSource {
         Ok(())
     }
 
+    /// The file that has all elements of the tensor called `name` as they are, one after the other, and their bytes in it.
+    /// `None` if reading would convert, unpack or join them, or if they are not aligned to `dtype`.
+    #[must_use]
+    pub fn in_file(&self, name: &str, dtype: DType) -> Option<(&File, Range<u64>)> {
+        let entry = self.tensors.get(name)?;
+        let Location::At(start) = entry.place else {
+            return None;
+        };
+        let is_plain = entry.dtype == Some(dtype) && !self.unpacks(name, entry);
+        let is_aligned = start.is_multiple_of(dtype.size_bytes() as u64);
+        let file = &self.shards[entry.shard].file;
+        (is_plain && is_aligned && entry.bytes > 0).then_some((file, start..start + entry.bytes))
+    }
+
     /// As [`WeightSource::read_range`], without unpacking.
     fn read_plain(
         &self,

@@ -160,12 +160,17 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         codes: &mut [u8; BLOCK_ELEMS],
     ) -> bool {
         let mut doubts = [l.u(u32::MAX); 2];
-        let mut all = [l.u(0); 4];
-        for (vector, code) in all.iter_mut().enumerate() {
-            let share = l.mul(l.load(&values[i + vector * L::N..]), factor);
-            *code = self.estimate_vector(l, share, &mut doubts);
-        }
-        l.store_bytes(&mut codes[i..], all);
+        // Not a loop, so that the vectors stay in registers.
+        let values = &values[i..i + 4 * L::N];
+        let share = l.mul(l.load(values), factor);
+        let a = self.estimate_vector(l, share, &mut doubts);
+        let share = l.mul(l.load(&values[L::N..]), factor);
+        let b = self.estimate_vector(l, share, &mut doubts);
+        let share = l.mul(l.load(&values[2 * L::N..]), factor);
+        let c = self.estimate_vector(l, share, &mut doubts);
+        let share = l.mul(l.load(&values[3 * L::N..]), factor);
+        let d = self.estimate_vector(l, share, &mut doubts);
+        l.store_bytes(&mut codes[i..], [a, b, c, d]);
         l.all_at_least(doubts[0], ULPS) && l.all_at_least(doubts[1], 2 * MARGIN)
     }
 

@@ -256,16 +256,23 @@ impl Lanes for Avx2 {
         // Eight loads take less time than a gather on an EPYC without AVX-512. Each is one operation with a blend: it
         // loads the four numbers around the entry that put it into its lane.
         let at = &at[..Self::N];
+        // A closure would be a function of its own, without these instructions.
+        macro_rules! around {
+            ($entries:ident, $i:expr) => {
+                _mm_loadu_ps($entries.add(usize::from(at[$i])).sub($i % 4))
+            };
+        }
+        macro_rules! half {
+            ($entries:ident, $i:expr) => {{
+                let two = _mm_blend_ps::<0b0010>(around!($entries, $i), around!($entries, $i + 1));
+                let three = _mm_blend_ps::<0b0100>(two, around!($entries, $i + 2));
+                _mm_blend_ps::<0b1000>(three, around!($entries, $i + 3))
+            }};
+        }
         // SAFETY: the instructions exist. An entry has `PAD` entries before it and after it, and a lane is below four.
         unsafe {
             let entries: *const f32 = table.as_ptr().add(PAD).cast();
-            let around = |i: usize| _mm_loadu_ps(entries.add(usize::from(at[i])).sub(i % 4));
-            let half = |i: usize| {
-                let first = _mm_blend_ps::<0b0010>(around(i), around(i + 1));
-                let three = _mm_blend_ps::<0b0100>(first, around(i + 2));
-                _mm_blend_ps::<0b1000>(three, around(i + 3))
-            };
-            _mm256_castps_si256(_mm256_set_m128(half(4), half(0)))
+            _mm256_castps_si256(_mm256_set_m128(half!(entries, 4), half!(entries, 0)))
         }
     }
     #[inline(always)]

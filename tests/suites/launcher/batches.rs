@@ -142,7 +142,7 @@ fn tiles_of_feed_forward_layers_do_not_change_the_bits() {
 }
 
 #[test]
-fn loader_options_and_limits_do_not_change_results() {
+fn loader_options_cores_and_limits_do_not_change_results() {
     let site = Site::new();
     let train = |name: &str, flags: &str| {
         let screen = site
@@ -152,7 +152,9 @@ fn loader_options_and_limits_do_not_change_results() {
     };
     let (auto, _) = train("auto", "");
     assert_eq!(train("none", "--data-workers 0").0, auto);
-    assert_eq!(train("three", "--dataloader_num_workers 3").0, auto);
+    let (losses, screen) = train("three", "--dataloader_num_workers 3 --bind_cores_to_rank");
+    assert_eq!(losses, auto);
+    assert!(screen.contains("the ranks keep to "), "{screen}");
     let (_, screen) = train("limited", "--limit 2");
     assert!(screen.contains(" 2 samples"), "{screen}");
 }

@@ -8,6 +8,7 @@
 mod bad_input;
 mod batches;
 mod brought;
+mod cells;
 mod ckpt;
 mod configs;
 mod data_check;

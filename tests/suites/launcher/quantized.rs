@@ -77,6 +77,29 @@ fn packed_and_unpacked_bases_train_the_same_adapters() {
     assert_eq!(answers[1], answers[2]);
 }
 
+/// Ranks that read frozen weights in the mapped files train what ranks with copies train. With shard groups the plan says
+/// that each group has its own copy.
+#[test]
+fn weights_in_mapped_files_train_the_same_adapters() {
+    let site = Site::with_family("glm-4.1v-9b-thinking");
+    let line = "--lora-rank 4 --precision f32 --nproc 2 --zero 2";
+    let mapped = site.train(&format!("{line} --offload cpu --output mapped"));
+    let copied = site.train(&format!("{line} --offload none --output copied"));
+    let words = "are read in the mapped weight files, without a copy";
+    assert!(mapped.screen.contains(words), "{}", mapped.screen);
+    assert!(!copied.screen.contains(words), "{}", copied.screen);
+    let trained = |name: &str| {
+        let file = format!("{name}/checkpoint-2/adapter_model.safetensors");
+        (losses(&site.path(name)), values(&site.path(&file)))
+    };
+    assert!(trained("mapped") == trained("copied"));
+    let groups = site.train(&format!(
+        "{line} --offload cpu --shard-group 1 --max-steps 1 --output groups"
+    ));
+    let words = "with --shard-group, each rank stores a copy";
+    assert!(groups.screen.contains(words), "{}", groups.screen);
+}
+
 fn read(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }

@@ -41,6 +41,10 @@ fn assert_equal(site: &Site, common: &str, data_ranks: usize, stages: usize, wei
         outcome.screen
     );
     let runs = ["whole", "divided"].map(|run| format!("{run}{stages}"));
+    let planned = read_json(&site.path(&format!("{}/plan.json", runs[1])));
+    let count = |key: &str| planned["stages"][key].as_array().map(Vec::len);
+    assert_eq!(count("units"), Some(stages));
+    assert_eq!(count("boundary_bytes"), Some(stages - 1));
     let [whole, divided] = runs.each_ref().map(|run| numbers(site, run));
     assert_eq!(whole, divided, "{common}");
     let [whole, divided] = runs.each_ref().map(|run| {
@@ -123,13 +127,43 @@ fn a_killed_stage_ends_the_run_with_one_report() {
 }
 
 #[test]
+fn a_run_continues_on_fewer_stages_after_a_permanent_loss() {
+    let site = Site::new();
+    let line = "--max-steps 4 --save-steps 2 --zero 0 --nproc 3 --mp-size 3 --gradient-accumulation-steps 2 --max-restarts 1";
+    site.train(&format!("{line} --output plain"));
+    let outcome = site.train(&format!(
+        "{line} --inject kill:rank=1,step=3,lost=true --elastic"
+    ));
+    let words = ["restart 1 of 1 on 2 ranks: continuing from checkpoint-2"];
+    assert_says(&outcome.screen, &words);
+    let [plain, elastic] = ["plain", "out"].map(|run| losses(&site.path(run)));
+    assert_eq!(plain, elastic);
+}
+
+#[test]
+fn the_largest_batch_of_stages_is_found() {
+    let site = Site::new();
+    let line = "--max-steps 1 --gradient-accumulation-steps 2 --nproc 2 --mp-size 2";
+    let outcome = site.train(&format!("{line} --find-batch --output found"));
+    assert_says(&outcome.screen, &["<- chosen"]);
+    let found = read_json(&site.path("found/config.resolved.json"));
+    let size = found["batch"]["micro_batch"].as_u64().unwrap();
+    assert!(size > 1);
+    site.train(&format!(
+        "{line} --per-device-train-batch-size {size} --output given"
+    ));
+    assert_eq!(losses(&site.path("found")), losses(&site.path("given")));
+}
+
+#[test]
 fn divisions_that_do_not_exist_are_refused() {
     let site = Site::new();
     for (line, words) in [
         ("--nproc 2 --mp-size 3", "must divide the number of ranks"),
         ("--nproc 2 --mp-size 2 --mp-split 1,1", "the model has"),
+        ("--nproc 2 --mp-size 2 --mp-split 3,2,1", "--mp-size 3"),
         (
-            "--nproc 2 --mp-size 2 --mp-split 3",
+            "--nproc 2 --mp-size 2 --mp-split 3,0",
             "does not divide the units",
         ),
         (
@@ -137,8 +171,8 @@ fn divisions_that_do_not_exist_are_refused() {
             "only the last of 2",
         ),
         (
-            "--nproc 2 --mp-size 2 --elastic --max-restarts 1",
-            "--elastic",
+            "--nproc 2 --mp-size 2 --optimizer-in-backward all",
+            "is not available with --optimizer-in-backward all",
         ),
     ] {
         let screen = site.refuse(line, 2, "E09");

@@ -88,8 +88,8 @@ fn groups_of_a_world_have_connections_of_their_own() {
             .all_gather_f64(&[at.stage as f64], Tag::new("data", 0));
         assert_eq!(gathered.unwrap(), vec![vec![at.stage as f64]; 2]);
         match at.is_last() {
-            true => mesh.receive(Neighbor::Previous, |_| Ok::<_, CommError>(())),
-            false => mesh.send(Neighbor::Next, &[]),
+            true => mesh.receive(Neighbor::Previous, |_, _| Ok::<_, CommError>(())),
+            false => mesh.send(Neighbor::Next, &[], |_, _| Ok::<_, CommError>(())),
         }
         .unwrap();
         mesh.world().barrier(Tag::new("end", 0)).unwrap();

@@ -3,6 +3,7 @@
 
 pub mod hooked;
 
+use engine::comm::mesh::Mesh;
 use engine::comm::{Communicator, World, threads};
 use engine::spill::{IoPath, SpillDirectory, SpillFile, SpillIo};
 use engine::{
@@ -133,6 +134,12 @@ fn spill(rank: usize) -> Result<Spill, EngineError> {
 }
 
 pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, EngineError> {
+    engine_in(case, comm.into())
+}
+
+/// The engine of a rank of a mesh of pipeline stages.
+pub fn engine_in(case: &Case, mesh: Mesh) -> Result<Zero, EngineError> {
+    let rank = mesh.world().world().rank;
     let mut spec = spec(|u, _| !case.frozen_units.contains(&u));
     for param in spec.params.iter_mut().step_by(2) {
         param.packing = case.packing;
@@ -151,7 +158,7 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
     let mut tiers = Tiers::new(pool, Pool::new("host", None));
     let offload = case.config.offload;
     if [offload.param, offload.optimizer].contains(&Tier::Nvme) {
-        tiers = tiers.with_spill(spill(comm.world().rank)?);
+        tiers = tiers.with_spill(spill(rank)?);
     }
     let disk = tiers.spill().cloned();
     let optimizer = OptimizerConfig {
@@ -164,8 +171,7 @@ pub fn engine_for(case: &Case, comm: Arc<dyn Communicator>) -> Result<Zero, Engi
         groups,
     };
     let slots = optimizer.rule.slots(case.config.precision);
-    let rank = comm.world().rank;
-    let zero = Zero::new(Arc::new(plan), comm, backend, tiers, optimizer)?;
+    let zero = Zero::in_mesh(Arc::new(plan), mesh, backend, tiers, optimizer)?;
     if let Some(disk) = disk {
         // Of a kind that is elsewhere the file has its header only.
         let planned = [StateKind::Param, StateKind::Optimizer]

@@ -123,6 +123,27 @@ unsafe impl Executor for Gpu {
         unsafe { self.copy_in(to, bytes) }
     }
 
+    unsafe fn register(&self, bytes: &[u8]) -> Result<bool, Cause> {
+        if self.registers() {
+            // SAFETY: the caller keeps the bytes.
+            unsafe { self.copies()?.registered.add(self, bytes) }?;
+        }
+        Ok(self.registers())
+    }
+
+    fn unregister(&self, bytes: &[u8]) -> bool {
+        let Ok(copies) = self.copies() else {
+            return false;
+        };
+        copies.registered.forget(bytes);
+        let passed = event(&copies.inward).is_ok_and(|done| self.group_state().wait(&done).is_ok());
+        if passed && self.bind().is_ok() {
+            // SAFETY: all copies from it are done, and no later one reads it in place. A failing driver leaves nothing to do.
+            let _unused_outcome = unsafe { self.driver().unregister_host(bytes) };
+        }
+        passed
+    }
+
     fn delivered(&self) -> Result<Event, Cause> {
         let inward = &self.copies()?.inward;
         let done = event(inward)?;
@@ -218,7 +239,7 @@ impl Gpu {
         let copies = self.copies()?;
         let began = self.timeline.stamp(&copies.inward)?;
         // SAFETY: the caller vouches for the range.
-        unsafe { copies.large.send(self, &copies.inward, to, bytes) }?;
+        unsafe { copies.send(self, to, bytes) }?;
         let lane = DeviceLane::Inward;
         let count = bytes.len() as u64;
         Ok(self.timeline.end(lane, began, &copies.inward, count)?)

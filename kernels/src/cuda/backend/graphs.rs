@@ -480,6 +480,15 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         unsafe { self.inner.deliver(to, bytes, behind) }
     }
 
+    unsafe fn register(&self, bytes: &[u8]) -> Result<bool, Cause> {
+        // SAFETY: the caller keeps the bytes.
+        unsafe { self.inner.register(bytes) }
+    }
+
+    fn unregister(&self, bytes: &[u8]) -> bool {
+        self.inner.unregister(bytes)
+    }
+
     fn delivered(&self) -> Result<Event, Cause> {
         let _queued = self.queued()?;
         self.inner.delivered()

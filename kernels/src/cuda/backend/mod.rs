@@ -26,6 +26,7 @@ mod library_step;
 mod loss;
 mod peers;
 mod products;
+mod registered;
 mod reserved_uploads;
 mod residents;
 mod rows;
@@ -57,7 +58,7 @@ use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
-use crate::{DType, Shape, Tensor};
+use crate::{DType, ForeignBytes, HostRegistration, Shape, Tensor};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -199,6 +200,24 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When the device fails.
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause>;
+
+    /// Page-locks host memory where it is. Uploads and deliveries of parts of it then read it in place, when they run.
+    /// Returns `false` if the executor has no such memory.
+    ///
+    /// # Safety
+    /// Nothing writes or frees the bytes until [`Executor::unregister`] returns true.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    unsafe fn register(&self, _bytes: &[u8]) -> Result<bool, Cause> {
+        Ok(false)
+    }
+
+    /// Ends [`Executor::register`], after the copies that read the bytes. Returns `false` if copies may still do so, because
+    /// they wait for a lost rank.
+    fn unregister(&self, _bytes: &[u8]) -> bool {
+        true
+    }
 
     /// Makes work queued from here on wait for everything delivered. The returned event follows the deliveries, but
     /// no other work.
@@ -821,6 +840,10 @@ impl Backend for CudaBackend {
         }
     }
 
+    fn register_host(&self, bytes: ForeignBytes) -> Result<Option<HostRegistration>> {
+        HostRegistration::new(&self.executor, bytes)
+    }
+
     fn measure(&self, on: bool) -> Result<()> {
         let started = self.executor.measure(on);
         started.map_err(Self::device_error("measure"))
@@ -1072,6 +1095,37 @@ impl Backend for CudaBackend {
             let [x_at, cos, sin] = from;
             pointwise::rope(x.dtype(), [x_at, cos, sin, y], shape, layout, direction)
         })
+    }
+
+    fn rms_norm_rope(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f32,
+        [cos, sin]: [&Tensor; 2],
+        layout: RopeLayout,
+    ) -> Result<Tensor> {
+        const OP: &str = "rms_norm_rope";
+        check::norm(OP, x, &[weight])?;
+        let w = check::rope(x, cos, sin)?;
+        let own = self.parameter(weight, x.dtype())?;
+        let shape = Self::norm_shape(x, own.dtype(), Kind::Rms, eps)?;
+        let y = self.output(x.shape(), x.dtype())?;
+        let at = norm::Rotated {
+            x: self.address(OP, x)?,
+            weight: self.address(OP, &own)?,
+            cos: self.address(OP, cos)?,
+            sin: self.address(OP, sin)?,
+            y: self.address(OP, &y)?,
+        };
+        let sizes = [x.dim(1) as u32, w as u32];
+        if let Some(launch) = norm::rotated(&shape, &at, sizes, layout) {
+            self.run(OP, [launch])?;
+            return Ok(y);
+        }
+        drop(y);
+        let normed = self.rms_norm(x, weight, eps)?;
+        self.rope(&normed, cos, sin, layout, Direction::Forward)
     }
 
     fn attention(&self, args: AttentionArgs<'_>) -> Result<AttentionOut> {

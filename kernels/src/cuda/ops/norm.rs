@@ -1,8 +1,8 @@
 //! RMS norm and layer norm over the last axis of `[rows, c]`, with the semantics of [`Backend`](crate::Backend).
 
-use crate::DType;
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
+use crate::{DType, RopeLayout};
 
 /// Elements per chunk, the unit of work of a thread.
 const CHUNK: u32 = 8;
@@ -139,23 +139,19 @@ impl Shape {
     }
 
     fn module(&self) -> Option<Module> {
-        let kernels: &[&str] = if self.has_wide() {
-            &[
-                "forward",
-                "forward_any",
-                "backward",
-                "backward_wide",
-                "backward_any",
-                "sum_partials",
-            ]
-        } else {
-            &[
-                "forward",
-                "forward_any",
-                "backward",
-                "backward_any",
-                "sum_partials",
-            ]
+        const ALL: [&str; 7] = [
+            "forward",
+            "forward_any",
+            "backward",
+            "backward_any",
+            "sum_partials",
+            "forward_rotated",
+            "backward_wide",
+        ];
+        let kernels = match (self.kind, self.has_wide()) {
+            (Kind::Layer, _) => &ALL[..5],
+            (Kind::Rms, false) => &ALL[..6],
+            (Kind::Rms, true) => &ALL[..],
         };
         let defines = [
             ("NORM", self.kind as u32),
@@ -244,6 +240,62 @@ pub fn forward(shape: &Shape, at: &Forward) -> Option<Launch> {
             Arg::I32(shape.c.try_into().ok()?),
             Arg::F32(shape.eps),
             Arg::I32(plan.row_threads.try_into().ok()?),
+        ],
+    })
+}
+
+/// Device addresses of the operands and of the result of [`rotated`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rotated {
+    /// Input to normalize, `[tokens, heads, c]`.
+    pub x: Address,
+    /// Weight of the norm, `[c]`.
+    pub weight: Address,
+    /// Cosines of the angles, f32 `[tokens, w]`.
+    pub cos: Address,
+    /// Sines of the angles, f32 `[tokens, w]`.
+    pub sin: Address,
+    /// Destination of the normalized and rotated heads.
+    pub y: Address,
+}
+
+/// Launch of the RMS norm of every head of `heads` per token, a row each, and of the rotation of its first `2 * w`
+/// elements, with the bits of [`forward`] and [`rope`](super::pointwise::rope). Reads and writes two elements per element
+/// of `x`. `None` where it has no kernel: heads that are no multiple of 8 elements or longer than 256, other
+/// addresses than multiples of 16 bytes, and as for [`forward`].
+#[must_use]
+pub fn rotated(
+    shape: &Shape,
+    at: &Rotated,
+    [heads, w]: [u32; 2],
+    layout: RopeLayout,
+) -> Option<Launch> {
+    let fits = shape.kind == Kind::Rms
+        && shape.c.is_multiple_of(CHUNK)
+        && shape.c <= CHUNK * WARP
+        && aligned(&[at.x, at.weight, at.y]);
+    if !fits {
+        return None;
+    }
+    let warps = BLOCK_THREADS / WARP;
+    Some(Launch {
+        module: shape.module()?,
+        kernel: "forward_rotated",
+        grid: [grid(shape.rows.div_ceil(warps.into()))?, 1, 1],
+        threads: BLOCK_THREADS,
+        shared_bytes: warps * shape.c * 4,
+        args: vec![
+            Arg::Address(at.x),
+            Arg::Address(at.weight),
+            Arg::Address(at.cos),
+            Arg::Address(at.sin),
+            Arg::Address(at.y),
+            Arg::U64(shape.rows),
+            Arg::I32(heads.try_into().ok()?),
+            Arg::I32(shape.c.try_into().ok()?),
+            Arg::I32(w.try_into().ok()?),
+            Arg::F32(shape.eps),
+            Arg::I32((layout == RopeLayout::HalfSplit).into()),
         ],
     })
 }

@@ -2,7 +2,7 @@
 //
 // Defines: NORM (NORM_*), X (TYPE_* of activations and their gradients), W (TYPE_* of weight and bias).
 // Bytes per element, s = size of X (weights stay in the caches):
-//   forward 2s; with the residual sum 4s; backward 3s, with d_sum 4s, and 4 per partial sum and column twice.
+//   forward 2s, rotated too; with the residual sum 4s; backward 3s, with d_sum 4s, and 4 per partial sum and column twice.
 //
 // Legend: x, y, dx, dy [rows, c]; weight, bias [c]; partials [groups, params, c] f32, params = 1 (RMS) or 2 (layer).
 //   mean = sum(x) / c (0 for RMS), scale = 1 / sqrt(sum((x - mean)^2) / c + eps), normal = (x - mean) * scale
@@ -148,6 +148,66 @@ forward_any(const A* x, const A* residual, A* sum, const P* weight, const P* bia
       y[e] = Activation::narrow(Activation::widen(Activation::narrow(normal)) * w);
   }
 }
+
+// ---- forward of heads, rotated
+
+#if !LAYER
+// The first (a cos - b sin) or second (b cos + a sin) element of a rotated pair a, b: `own` beside `other`, with the
+// roundings of `pointwise.cu`.
+DEVICE float rotated(float own, float other, float cos, float sin, bool is_first) {
+  float product = mul_rn(own, cos), crossed = mul_rn(other, sin);
+  return is_first ? sub_rn(product, crossed) : add_rn(product, crossed);
+}
+
+// Rotates what `forward` gives for heads of c <= 256 elements, a multiple of 8, in 16-byte aligned rows: x, y
+// [tokens, heads, c], cos and sin [tokens, w] f32, halves: pairs (i, i + w), else (2i, 2i + 1). A warp has a head.
+KERNEL(256, 4)
+forward_rotated(const A* x, const P* weight, const float* cos, const float* sin, A* y, u64 rows, int heads, int c,
+                int w, float eps, int halves) {
+  SHARED_MEMORY(memory);
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = lane * 8;
+  float* head = (float*)memory + warp * c;
+  u64 row = (u64)blockIdx.x * (blockDim.x >> 5) + warp;
+  int limit = row < rows ? c : 0;
+  u64 start = row * c;
+  Eight<X> h;
+  h.set_zero();
+  if (e < limit) h.load(x + start + e);
+  float squares = 0.0f, unused = 0.0f;
+  if (e < limit)
+    UNROLL for (int i = 0; i < 8; i++) {
+      float d = h.get(i);
+      squares += d * d;
+    }
+  row_sums(squares, unused, head, 1);
+  float scale = inverse_root(squares / (float)c, eps);
+  if (e < limit) {
+    Eight<W> v;
+    v.load_cached(weight + e);
+    UNROLL for (int i = 0; i < 4; i++) {
+      h.set_pair(i, h.get(2 * i) * scale, h.get(2 * i + 1) * scale);
+      h.set_pair(i, h.get(2 * i) * v.get(2 * i), h.get(2 * i + 1) * v.get(2 * i + 1));
+    }
+    UNROLL for (int i = 0; i < 8; i++) head[e + i] = h.get(i);
+  }
+  warp_barrier();
+  if (e >= limit) return;
+  u64 angle = row / heads * w;
+  float out[8];
+  UNROLL for (int i = 0; i < 8; i++) {
+    int at = e + i;
+    out[i] = h.get(i);
+    if (at < 2 * w) {
+      bool is_first = halves ? at < w : !(at & 1);
+      int pair = halves ? (is_first ? at : at - w) : at >> 1;
+      int other = halves ? (is_first ? at + w : at - w) : at ^ 1;
+      out[i] = rotated(out[i], head[other], cos[angle + pair], sin[angle + pair], is_first);
+    }
+  }
+  UNROLL for (int i = 0; i < 4; i++) h.set_pair(i, out[2 * i], out[2 * i + 1]);
+  h.store(y + start + e);
+}
+#endif
 
 // ---- backward
 

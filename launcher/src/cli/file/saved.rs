@@ -33,7 +33,7 @@ const OF_PRECISION: [&str; 8] = [
 ];
 
 /// Settings that leave results as they are and are chosen anew with another layout.
-const OF_LAYOUT: [&str; 9] = [
+const OF_LAYOUT: [&str; 10] = [
     "mp-size",
     "mp-split",
     "shard-group",
@@ -41,6 +41,7 @@ const OF_LAYOUT: [&str; 9] = [
     "optimizer-in-forward",
     "prefetch-weights",
     "collectives",
+    "bind-cores",
     "cuda-graph",
     "verify-gpu",
 ];

@@ -27,7 +27,7 @@ use crate::cli::{Args, Note};
 use crate::config::words::value_name;
 use crate::device::Chosen;
 use crate::error::Failure;
-use crate::rank_env::{Env, RankEnv};
+use crate::rank_env::Env;
 
 /// Configuration of a run, resolved from its arguments, and notes on it for the user.
 #[derive(Debug, Clone, PartialEq)]
@@ -135,6 +135,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         mp_split: args.mp_split.clone(),
         ranks_here: ranks_here(args, env, world_size),
         ranks_per_gpu: None,
+        bind_cores: args.bind_cores.clone(),
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         device: chosen.device,
         gpus: chosen.gpus.clone(),
@@ -194,12 +195,15 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
     config.check_collectives()?;
     config.check_prefetch_weights()?;
     config.check_optimizer_in_forward()?;
-    config.check_pipeline(env.rank.as_ref().is_some_and(RankEnv::is_under_mpi))?;
+    config.check_pipeline()?;
     Ok(Resolved { config, notes })
 }
 
 /// Pipeline stages: the flag, or the environment's `MP_SIZE`.
 fn mp_size(args: &Args, env: &Env, world_size: usize) -> Result<usize, Failure> {
+    if args.mp_size.is_none() {
+        usable(env, "MP_SIZE")?;
+    }
     let stages = args.mp_size.or(env.mp_size).unwrap_or(1);
     if stages > 0 && world_size.is_multiple_of(stages) {
         return Ok(stages);
@@ -209,8 +213,22 @@ fn mp_size(args: &Args, env: &Env, world_size: usize) -> Result<usize, Failure> 
         "流水线段数必须整除 rank 数 {world_size}"
     );
     let next = world_size.div_ceil(stages.max(1)) * stages.max(1);
-    Err(out_of_range(&format!("--mp-size {stages}"), &why)
-        .next(Text::literal(format_args!("--nproc {next}"))))
+    let asked = match args.mp_size {
+        Some(_) => format!("--mp-size {stages}"),
+        None => format!("MP_SIZE={stages}"),
+    };
+    Err(out_of_range(&asked, &why).next(Text::literal(format_args!("--nproc {next}"))))
+}
+
+/// Refuses the value of one of SAT's variables if it is not a number above 0.
+fn usable(env: &Env, name: &str) -> Result<(), Failure> {
+    let mut unusable = env.unusable.iter();
+    let Some((name, value)) = unusable.find(|(unusable, _)| *unusable == name) else {
+        return Ok(());
+    };
+    let why = both("must be a whole number above 0", "必须是大于 0 的整数");
+    let next = text!("unset {name}", "请取消设置 {name}");
+    Err(out_of_range(&format!("{name}={value}"), why).next(next))
 }
 
 /// Groups of ranks that hold a copy each; one group of all is none.
@@ -415,6 +433,9 @@ fn world_size(args: &Args, env: &Env, gpus: &[RunGpu]) -> Result<usize, Failure>
         count => count,
     };
     let stages = args.mp_size.or(env.mp_size).unwrap_or(1).max(1);
+    if args.nproc.is_none() {
+        usable(env, "NUM_GPUS_PER_WORKER")?;
+    }
     let default = env
         .gpus_per_worker
         .unwrap_or_else(|| default.next_multiple_of(stages));
@@ -888,6 +909,11 @@ impl RunConfig {
             let counts: Vec<String> = split.iter().map(u32::to_string).collect();
             ("mp-split", counts.join(","))
         }));
+        flags.extend(
+            self.bind_cores
+                .as_ref()
+                .map(|cores| ("bind-cores", cores.to_string())),
+        );
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));

@@ -367,6 +367,17 @@ fn pipeline_stages_divide_the_ranks_and_sats_variables_set_them() {
     assert_eq!(of("", &sat), (4, 2, 2));
     assert_eq!(of("--mp-size 1 --nproc 3", &sat), (3, 1, 3));
     assert!(stages("--mp-size 3 --nproc 4", &[]).is_err());
+    for (line, variable) in [
+        ("", ("MP_SIZE", "two")),
+        ("--nproc 3", ("MP_SIZE", "2")),
+        ("", ("NUM_GPUS_PER_WORKER", "0")),
+    ] {
+        let refused = stages(line, &[variable]).expect_err("a value of no use");
+        let named = format!("{}={}", variable.0, variable.1);
+        assert!(refused.title.to_string().contains(&named), "{refused}");
+    }
+    assert_eq!(of("--mp-size 2", &[("MP_SIZE", "two")]), (2, 2, 1));
+    assert_eq!(of("", &[("MP_SIZE", "")]).1, 1);
     assert!(stages("--mp-size 2 --mp-split 3", &[]).is_err());
     assert!(stages("--mp-size 2 --optimizer-in-backward all", &[]).is_err());
     let mpirun =
@@ -374,7 +385,7 @@ fn pipeline_stages_divide_the_ranks_and_sats_variables_set_them() {
     let values = ["0", "2", "0", "2"];
     let mpirun: Vec<(&str, &str)> = mpirun.iter().map(String::as_str).zip(values).collect();
     assert_eq!(of("--output out", &mpirun), (2, 1, 2));
-    assert!(stages("--output out --mp-size 2", &mpirun).is_err());
+    assert_eq!(of("--output out --mp-size 2", &mpirun), (2, 2, 1));
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::config::{
     DEVICE, Device, Found, PrecisionChoice, RunConfig, RunPlan, Source, Strategy, Task, Workers,
     ZeroChoice,
 };
-use crate::device::{self, Chosen};
+use crate::device::{self, Chosen, cores};
 use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure};
 use crate::lang::{Text, both, text};
@@ -86,9 +86,11 @@ impl<'a> Asking<'a> {
             }
             None => None,
         };
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = own.as_ref().map(|(rank, _)| cores / rank.local_world_size);
-        start_pool(threads.map(|threads| threads.max(1)))?;
+        let bound = own.as_ref().map(|(rank, plan)| {
+            let config = plan.config();
+            cores::bind(config.bind_cores.as_ref(), config.device, rank)
+        });
+        start_pool(bound.transpose()?.map(|bound| bound.threads))?;
         Ok(Self {
             hooks,
             words,

@@ -226,7 +226,10 @@ fn as_json(
             })
         })
         .collect();
-    let trains = trained_parts(config, &*shapes(config)?.0)?;
+    let model = shapes(config)?.0;
+    let trains = trained_parts(config, &*model)?;
+    let costs = || unit_costs(config, &*model);
+    let stages = stages::described(config, &planned.plan, &planned.memory, &costs)?;
     Ok(json!({
         "model": config.name(),
         "parameters_total": total,
@@ -265,6 +268,7 @@ fn as_json(
         },
         "fits": planned.fit.fits() && disk.check(config).is_ok(),
         "trains": trains,
+        "stages": stages,
         "quantized": match quantized_event(planned.plan.spec()) {
             Some(Event::Quantized(weights)) => json!(weights),
             _ => Value::Null,
@@ -345,7 +349,7 @@ fn as_text(
     let model = shapes(config)?.0;
     let trains = trained_parts(config, &*model)?;
     let costs = || unit_costs(config, &*model);
-    for line in stages::lines(config, plan, memory, &costs)? {
+    for line in stages::lines(stages::described(config, plan, memory, &costs)?) {
         text += &shown(&line, usize::MAX);
     }
     for line in [

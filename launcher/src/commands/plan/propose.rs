@@ -1,8 +1,8 @@
 //! `launcher plan --propose`: ZeRO stages, pipeline stages and quantization on one machine, with the estimated time of a step.
 //!
 //! The estimate has two parts. Compute: multiplications and additions of linear layers, forward and backward, at the given
-//! rate; pipeline stages add their bubble. Transfer: bytes that a rank receives over the bus, at the given rate. Gathers of
-//! weights and reductions overlap with compute, so the longer part counts; transfers at boundaries do not.
+//! rate; pipeline stages add their bubble. Transfer: bytes that a rank receives over the bus, at the given rate. It overlaps
+//! with compute, so the longer part counts. The transfers while the pipeline fills and drains are waited for.
 
 use super::planner::Planner;
 use crate::cli::PlanArgs;
@@ -45,6 +45,12 @@ impl Candidate {
     #[cfg(test)]
     pub(super) fn samples(&self) -> usize {
         self.planned.run.global_batch()
+    }
+
+    /// Largest number of bytes that cross a boundary in one direction.
+    #[cfg(test)]
+    pub(super) fn boundary_bytes(&self) -> Option<u64> {
+        self.planned.memory.boundary_bytes.iter().max().copied()
     }
 }
 
@@ -134,12 +140,11 @@ fn times(planned: &Settled, costs: &[Cost], rates: Rates) -> (f64, f64, f64) {
         .max()
         .copied()
         .unwrap_or(0) as f64;
-    let boundaries = 2.0 * boundary * micro_batches / rates.bytes_per_second;
-    (
-        compute,
-        sharded + boundaries,
-        compute.max(sharded) + boundaries,
-    )
+    // An activation and its gradient.
+    let crossing = 2.0 * boundary / rates.bytes_per_second;
+    let transfer = sharded + crossing * micro_batches;
+    let waited = crossing * (run.mp_size - 1) as f64;
+    (compute, transfer, compute.max(transfer) + waited)
 }
 
 /// Bytes that a rank receives in a step for ZeRO: gathered weights, reduced gradients and updated weights. Of pipeline
@@ -219,11 +224,11 @@ pub(super) fn as_text(config: &RunConfig, candidates: &[Candidate], args: &PlanA
         both("fits", "放得下"),
     ];
     let rates = text!(
-        "{} ranks · {} samples a step · {}/s between cards · {} TFLOPS each; estimates of linear layers, not measured",
-        "{} 个 rank · 每步 {} 个样本 · 卡间 {}/s · 每卡 {} TFLOPS；只估计线性层，并非实测",
+        "{} ranks · {} samples a step · {:.1} GB/s between cards · {} TFLOPS each; estimates of linear layers, not measured",
+        "{} 个 rank · 每步 {} 个样本 · 卡间 {:.1} GB/s · 每卡 {} TFLOPS；只估计线性层，并非实测",
         config.world_size,
         config.global_batch(),
-        bytes(args.bus.unwrap_or(BUS)),
+        args.bus.unwrap_or(BUS) as f64 / 1e9,
         args.tflops.unwrap_or(TFLOPS),
     );
     let mut text = format!(

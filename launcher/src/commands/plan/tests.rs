@@ -328,9 +328,11 @@ fn proposals_compare_zero_with_pipeline_stages_and_quantization() {
         let config = configuration(&args, &env, false, &Nvidia).expect("resolves");
         let planner = Planner::new(&config, &args, false).expect("a planner");
         let found = propose::candidates(&planner, &config, &args).expect("candidates");
-        (config.global_batch(), propose::as_json(&found), found)
+        let text = propose::as_text(&config, &found, &args);
+        let rows = propose::as_json(&found);
+        (config.global_batch(), rows, (found, text))
     };
-    let (samples, rows, found) = proposals("2x1TiB");
+    let (samples, rows, (found, text)) = proposals("2x1TiB");
     let rows = rows.as_array().expect("a list");
     let flags = |row: &serde_json::Value| row["flags"].as_str().expect("flags").to_owned();
     let all: Vec<String> = rows.iter().map(flags).collect();
@@ -359,7 +361,26 @@ fn proposals_compare_zero_with_pipeline_stages_and_quantization() {
     let number = |row: &serde_json::Value, key: &str| row[key].as_f64().expect("a number");
     assert!(number(divided, "transfer_seconds") < number(gathered, "transfer_seconds"));
     assert!(number(divided, "compute_seconds") > number(gathered, "compute_seconds"));
-    let (_, rows, _) = proposals("2x1MiB");
+    // An activation and its gradient cross for each of 8 micro-batches, and once while nothing is computed.
+    let crossing = found.iter().find_map(propose::Candidate::boundary_bytes);
+    let crossing = 2.0 * crossing.expect("a boundary") as f64 / 12e9;
+    assert_eq!(number(divided, "transfer_seconds"), crossing * 8.0);
+    let waited = number(divided, "step_seconds") - number(divided, "compute_seconds");
+    assert!(
+        (waited / crossing - 1.0).abs() < 1e-6,
+        "{waited} {crossing}"
+    );
+    let lines: Vec<&str> = text.lines().collect();
+    let head = "2 ranks · 8 samples a step · 12.0 GB/s between cards · 0.001 TFLOPS each";
+    assert!(lines[0].contains(head), "{text}");
+    for (line, row) in lines[2..].iter().zip(rows) {
+        assert!(
+            line.starts_with(&flags(row)) && line.ends_with("yes"),
+            "{text}"
+        );
+    }
+    let (_, rows, (_, text)) = proposals("2x1MiB");
+    assert_eq!(text.lines().filter(|line| line.ends_with("no")).count(), 10);
     assert!(
         rows.as_array()
             .is_some_and(|rows| rows.iter().all(|row| row["fits"] == false))

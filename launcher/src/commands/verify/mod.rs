@@ -191,6 +191,7 @@ impl Run<'_> {
             "zero": config.zero,
             "ranks": config.world_size.min(2),
             "offload": [tier(&offload.param), tier(&offload.optimizer), tier(&offload.activation)],
+            "formats": steps::formats(config),
             "lora": config.trainable.lora.as_ref().map(|lora| lora.lora_rank),
             "graphs": value_name(config.cuda_graph),
             "collectives": config.resolved_collectives().name(),

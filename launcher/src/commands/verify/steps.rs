@@ -1,5 +1,5 @@
 //! Two training steps of a tiny model of the run's family on its GPUs, compared with the CPU. They go through real
-//! ranks, with the run's transport, tiers, number format and adapters.
+//! ranks, with the run's transport, tiers, number formats, quantized weights and adapters.
 
 use crate::commands::synth;
 use crate::config::words::value_name;
@@ -7,8 +7,9 @@ use crate::config::{CudaGraph, PrecisionChoice, Products, RunConfig};
 use crate::device::checks;
 use crate::error::Failure;
 use crate::launch::supervisor::own_program;
+use crate::model::quantize;
 use crate::rank_env::MATMUL;
-use kernels::DType;
+use kernels::{DType, Packing};
 use models::Family;
 use serde_json::Value;
 use std::fs;
@@ -23,6 +24,9 @@ const DEADLINE: Duration = Duration::from_secs(600);
 const LOOK: Duration = Duration::from_millis(20);
 /// Samples and their length.
 const SAMPLES: (usize, usize) = (8, 96);
+
+/// Least rank of adapters whose moments have 8 bits: with fewer elements they would be f32, since tiny models are narrow.
+const BLOCKWISE_RANK: usize = 96;
 
 /// The tiny configuration of a family.
 const fn tiny(family: Family) -> &'static str {
@@ -126,10 +130,7 @@ impl<'a> Steps<'a> {
         ] {
             words.extend([flag.to_owned(), value]);
         }
-        if let Some(lora) = &config.trainable.lora {
-            let rank = lora.lora_rank.to_string();
-            words.extend(["--lora-rank".to_owned(), rank]);
-        }
+        words.extend(formats(config));
         words.extend(device.iter().map(|word| (*word).to_owned()));
         let program = own_program().map_err(|failure| failure.to_string())?;
         let log = self.directory.join(format!("{name}.log"));
@@ -173,6 +174,35 @@ impl<'a> Steps<'a> {
     }
 }
 
+/// Flags of the run's adapters, quantized weights and moments, for a tiny model.
+pub(super) fn formats(config: &RunConfig) -> Vec<String> {
+    let mut words = Vec::new();
+    let mut add = |flag: &str, value: &str| words.extend([flag.to_owned(), value.to_owned()]);
+    let eight_bit = config.numbers.eight_bit;
+    if let Some(lora) = &config.trainable.lora {
+        let least = if eight_bit { BLOCKWISE_RANK } else { 0 };
+        add("--lora-rank", &lora.lora_rank.max(least).to_string());
+    }
+    if let Some(packing) = quantize::packing(config) {
+        add("--quantize", packing.name());
+        if matches!(packing, Packing::FourBit { double: true, .. }) {
+            add("--quantize-double", "true");
+        }
+        // Modules of the run need not exist in the tiny model.
+        if config
+            .quantize
+            .as_ref()
+            .is_some_and(|own| own.modules.is_some())
+        {
+            add("--quantize-modules", "all");
+        }
+    }
+    if eight_bit {
+        add("--moments", "8bit");
+    }
+    words
+}
+
 fn numbers(output: &Path) -> Option<Numbers> {
     let log = fs::read_to_string(output.join(crate::report::TRAINER_LOG)).ok()?;
     let rows = log.lines().map(serde_json::from_str::<Value>);
@@ -205,6 +235,53 @@ fn difference(got: &[f64], want: &[f64], dtype: DType) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::{self, Command as Subcommand, resolve};
+    use crate::rank_env::Env;
+
+    /// Flags of the steps before a run with these flags.
+    fn formats_of(line: &str) -> String {
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        let Subcommand::Train { args, .. } = cli::parse(&words).expect("parses") else {
+            panic!("a training line");
+        };
+        let env = Env::from_lookup(&|_| None).expect("an environment");
+        let config = resolve(&args, &env).expect("resolves").config;
+        formats(&config).join(" ")
+    }
+
+    #[test]
+    fn steps_have_the_formats_of_the_run() {
+        for (line, words) in [
+            ("--lora-rank 8", "--lora-rank 8"),
+            (
+                "--lora-rank 8 --quantize nf4 --quantize-double --quantize-modules layers.30",
+                "--lora-rank 8 --quantize nf4 --quantize-double true --quantize-modules all",
+            ),
+            (
+                "--lora-rank 8 --quantize int8 --moments 8bit",
+                "--lora-rank 96 --quantize int8 --moments 8bit",
+            ),
+            ("--moments 8bit", "--moments 8bit"),
+        ] {
+            assert_eq!(formats_of(line), words, "{line}");
+        }
+        // The directory decides without a flag.
+        let directory = tempfile::tempdir().expect("temp dir");
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/minicpm-v-nf4");
+        fs::copy(
+            golden.join("config.json"),
+            directory.path().join("config.json"),
+        )
+        .expect("copied");
+        let of = format!(
+            "--model {} --data d --output o --lora-rank 4",
+            directory.path().display()
+        );
+        assert_eq!(
+            formats_of(&of),
+            "--lora-rank 4 --quantize nf4 --quantize-double true"
+        );
+    }
 
     #[test]
     fn numbers_that_are_not_near_differ() {

@@ -93,7 +93,7 @@ fn glibc_version(bytes: &[u8]) -> Option<String> {
 
 pub(super) fn cpu() -> Cpu {
     let usable_cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let online = read("/sys/devices/system/cpu/online").and_then(|text| cores_in(&text));
+    let online = crate::device::cores::online();
     Cpu {
         model: read("/proc/cpuinfo").and_then(|text| cpu_model(&text)),
         cores: online.unwrap_or(usable_cores),
@@ -118,18 +118,6 @@ fn cpu_model(cpuinfo: &str) -> Option<String> {
         .or_else(|| field("Model"))
         .or_else(arm)
         .filter(|model| !model.is_empty())
-}
-
-/// Number of cores in a list such as `0-3,8`.
-fn cores_in(list: &str) -> Option<usize> {
-    list.trim()
-        .split(',')
-        .map(|part| {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
-            (last >= first).then(|| last - first + 1)
-        })
-        .sum()
 }
 
 /// Supported instruction sets that this program can use.
@@ -326,16 +314,6 @@ mod tests {
             Some("implementer 0x41 part 0xd40")
         );
         assert_eq!(cpu_model("processor\t: 0\n"), None);
-    }
-
-    #[test]
-    fn lists_of_core_ranges_are_counted() {
-        assert_eq!(cores_in("0-1\n"), Some(2));
-        assert_eq!(cores_in("0,2-3,8-15"), Some(11));
-        assert_eq!(cores_in("5"), Some(1));
-        for bad in ["", "a", "3-1", "0-"] {
-            assert_eq!(cores_in(bad), None, "{bad}");
-        }
     }
 
     #[test]

@@ -119,8 +119,8 @@ fn connect(
     Ok((comm, "shared memory", Vec::new()))
 }
 
-/// Joins the groups of a mesh of pipeline stages: over TCP if `addresses` are known, else through shared memory. `noted`
-/// wraps each communicator before its first collective.
+/// Joins the groups of a mesh of pipeline stages: over MPI if it started the ranks, over TCP if `addresses` are known, else
+/// through shared memory. `noted` wraps each communicator before its first collective.
 ///
 /// # Errors
 /// Ranks are missing (exit 13), or shared memory is (exit 16).
@@ -133,6 +133,12 @@ pub(crate) fn join_stages(
     noted: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator>,
 ) -> Result<Mesh, Failure> {
     let deadline = Duration::from_secs(config.comm_timeout_seconds);
+    #[cfg(feature = "mpi")]
+    if env.is_under_mpi() {
+        let open = |group: &Group| engine::comm::mpi::join_group(group, deadline).map(&noted);
+        return Mesh::join(world, config.mp_size, regions, open)
+            .map_err(|e: CommError| comm_failure(&e));
+    }
     if addresses.is_empty() {
         let open = |group: &Group| {
             let name = format!("tessera-window-{}-{}", env.run_token, group.name);

@@ -77,6 +77,7 @@ fn whole(files: &RunFiles, head: &str, state: &str) -> String {
     out += &memory(files);
     out += &answers::section(files).unwrap_or_default();
     out += &tables::trains(files).unwrap_or_default();
+    out += &tables::stages(files).unwrap_or_default();
     out += &tables::config(files).unwrap_or_default();
     out + "</body>\n</html>\n"
 }

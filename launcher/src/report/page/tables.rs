@@ -161,6 +161,33 @@ pub(super) fn trains(files: &RunFiles) -> Option<String> {
     Some(out + &table(&head, rows) + "</section>\n")
 }
 
+/// HTML table of the pipeline stages. `None` without stages.
+pub(super) fn stages(files: &RunFiles) -> Option<String> {
+    let stages = files.plan.as_ref()?.stages.as_ref()?;
+    let rows = stages.units.iter().enumerate().map(|(stage, units)| {
+        let share = |shares: &[f64]| {
+            shares
+                .get(stage)
+                .map_or("–".into(), |s| format!("{s:.0} %"))
+        };
+        let sent = stages.boundary_bytes.get(stage);
+        vec![
+            stage.to_string(),
+            units.to_string(),
+            share(&stages.operations_percent),
+            share(&stages.bytes_percent),
+            sent.map_or("–".into(), |sent| bytes(*sent)),
+        ]
+    });
+    let head = ["stage", "units", "operations", "bytes", "to the next stage"];
+    Some(format!(
+        "<section id=\"stages\">\n<h2>Pipeline stages</h2>\n<p class=\"soft\">a stage waits {:.0} % of a step with {} micro-batches</p>\n{}</section>\n",
+        stages.waiting_percent,
+        stages.micro_batches,
+        table(&head, rows)
+    ))
+}
+
 /// The resolved configuration, one value per line.
 pub(super) fn config(files: &RunFiles) -> Option<String> {
     let mut rows = Vec::new();

@@ -97,6 +97,10 @@ fn complete(directory: &Path) {
                 "host_total_bytes": 1u64 << 34, "host_free_bytes": 1u64 << 33, "host_need_bytes": 1 << 28
             },
             "trains": [{"module": "llm.model.layers", "tensors": 12, "params": 900_000, "dtype": "f32", "lr": 1e-3}],
+            "stages": {
+                "units": [5, 3], "operations_percent": [49.2, 50.8], "bytes_percent": [61.0, 39.0], "boundary_bytes": [4096],
+                "data_ranks": 1, "micro_batches": 4, "waiting_percent": 20.0
+            },
             "data": null
         }),
     );
@@ -173,6 +177,7 @@ fn a_complete_run_has_every_section_on_one_page() {
         "resident",
         "answers",
         "trains",
+        "stages",
         "configuration",
     ];
     for id in ids {
@@ -190,6 +195,8 @@ fn a_complete_run_has_every_section_on_one_page() {
         "llm.model.layers",
         "activations 14.0M",
         "rank 1, own time +8 % of the mean",
+        "a stage waits 20 % of a step with 4 micro-batches",
+        "<td>0</td><td>5</td><td>49 %</td><td>61 %</td><td>4.0K</td>",
     ] {
         assert!(page.contains(text), "no {text:?}");
     }

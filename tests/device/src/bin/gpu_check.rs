@@ -36,6 +36,9 @@ struct Arguments {
     /// The script that times the same operations in PyTorch, for the table.
     #[arg(long, global = true)]
     peers: Option<PathBuf>,
+    /// Small sizes and no judgment of rates, for the fake driver.
+    #[arg(long, global = true)]
+    small: bool,
     /// Seconds after which a stage starts no more measurements.
     #[arg(long, default_value_t = 120, global = true)]
     seconds: u64,
@@ -139,6 +142,7 @@ fn main() -> ExitCode {
         out: arguments.out,
         emulated: arguments.emulated,
         peers: arguments.peers,
+        small: arguments.small,
         deadline: Instant::now() + Duration::from_secs(arguments.seconds),
     };
     match run(&arguments.stage, &setting) {

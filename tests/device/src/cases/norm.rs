@@ -1,9 +1,10 @@
 //! RMS norm and layer norm, compared with f64.
 
 use anyhow::{Result, ensure};
-use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::norm::{self, Backward, Forward, Kind, Shape};
+use kernels::cuda::ops::pointwise::{self, RopeShape};
+use kernels::{DType, Direction, RopeLayout};
 
 use super::{Case, Effort};
 use crate::machine::{Buffer, Machine};
@@ -64,12 +65,106 @@ pub fn cases(effort: Effort) -> Vec<Case> {
             add(DType::BF16, DType::F32, size, true);
             add(DType::F32, DType::F32, size, false);
         }
+        if kind == Kind::Rms {
+            cases.extend(heads());
+        }
         let name = format!("norm {kind:?}, unaligned rows");
         cases.push(Case::new(name, move |machine| {
             check_unaligned(machine, kind)
         }));
     }
     cases
+}
+
+/// Heads that are normalized and rotated at once: whole, half, and with elements that do not rotate.
+fn heads() -> Vec<Case> {
+    let sizes = [
+        [5, 3, 128, 64],
+        [9, 2, 64, 16],
+        [3, 1, 48, 24],
+        [2, 2, 8, 4],
+        [2, 5, 256, 128],
+    ];
+    let layouts = [RopeLayout::HalfSplit, RopeLayout::Interleaved];
+    let mut cases = Vec::new();
+    for (dtype, weight_dtype) in DTYPES {
+        for (size, layout) in sizes.into_iter().flat_map(|s| layouts.map(|l| (s, l))) {
+            let name = format!("norm of heads {dtype}/{weight_dtype} {size:?}, rotated {layout:?}");
+            cases.push(Case::new(name, move |machine| {
+                check_rotated(machine, [dtype, weight_dtype], size, layout)
+            }));
+        }
+    }
+    cases
+}
+
+/// The bits of a norm and a rotation, one after the other.
+fn check_rotated(
+    machine: &mut dyn Machine,
+    [dtype, weight_dtype]: [DType; 2],
+    [tokens, heads, d, w]: [usize; 4],
+    layout: RopeLayout,
+) -> Result<()> {
+    let shape = Shape {
+        kind: Kind::Rms,
+        dtype,
+        weight_dtype,
+        rows: (tokens * heads) as u64,
+        c: d as u32,
+        eps: EPS,
+    };
+    let elements = tokens * heads * d;
+    let mut draw = |name, n, dtype| {
+        let values = Operands::new(6).normal(name, n, 1.0);
+        machine.upload(&bytes(dtype, &values)).map(|b| b.address)
+    };
+    let x = draw("x", elements, dtype)?;
+    let weight = draw("weight", d, weight_dtype)?;
+    let cos = draw("cos", tokens * w, DType::F32)?;
+    let sin = draw("sin", tokens * w, DType::F32)?;
+    let size = elements * dtype.size_bytes();
+    let [normed, turned, fused] = [
+        machine.output::<u8>(size)?,
+        machine.output::<u8>(size)?,
+        machine.output::<u8>(size)?,
+    ];
+    let first = Forward {
+        x,
+        residual: Address::NULL,
+        sum: Address::NULL,
+        weight,
+        bias: Address::NULL,
+        y: normed.address,
+    };
+    let rotated = norm::Rotated {
+        x,
+        weight,
+        cos,
+        sin,
+        y: fused.address,
+    };
+    let angles = RopeShape {
+        tokens: tokens as u64,
+        heads: heads as u32,
+        d: d as u32,
+        w: w as u32,
+    };
+    let from = [normed.address, cos, sin, turned.address];
+    let sizes = [heads as u32, w as u32];
+    for launch in [
+        norm::forward(&shape, &first),
+        pointwise::rope(dtype, from, angles, layout, Direction::Forward),
+        norm::rotated(&shape, &rotated, sizes, layout),
+    ] {
+        machine.launch(&launch.expect("sizes that go together"))?;
+    }
+    let [want, got] = [
+        machine.download::<u8>(turned)?,
+        machine.download::<u8>(fused)?,
+    ];
+    let at = want.iter().zip(&got).position(|(want, got)| want != got);
+    ensure!(at.is_none(), "other bits at byte {at:?}");
+    Ok(())
 }
 
 /// Inputs of a norm, with a different mean and scale in every row.

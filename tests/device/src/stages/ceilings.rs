@@ -22,7 +22,7 @@ const SIDE: usize = 8192;
 /// Measures copies, matrix products and the bus.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("ceilings");
+    let mut report = setting.report("ceilings");
     let gpu = match setting.gpu() {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -30,15 +30,15 @@ pub fn run(setting: &Setting) -> Report {
             return report;
         }
     };
-    report.part("copy on the device", |report| copy(&gpu, report));
+    report.part("copy on the device", |report| copy(setting, &gpu, report));
     report.part("matrix product", |report| product(setting, &gpu, report));
-    report.part("bus", |report| bus(&gpu, report));
+    report.part("bus", |report| bus(setting, &gpu, report));
     report
 }
 
-fn copy(gpu: &Gpu, report: &mut Report) -> Result<()> {
+fn copy(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
     let (free, _) = gpu.memory_info()?;
-    let bytes = COPY_BYTES.min(free / 4) & !0xff;
+    let bytes = setting.size(COPY_BYTES, 512).min(free / 4) & !0xff;
     let [from, to] = [gpu.allocate(bytes)?, gpu.allocate(bytes)?];
     fill_random(gpu, &from)?;
     gpu.fill(&to, 0xff)?;
@@ -55,7 +55,8 @@ fn copy(gpu: &Gpu, report: &mut Report) -> Result<()> {
 
 fn product(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
     let cublas = CublasLt::open(gpu, &setting.search)?;
-    let bytes = SIDE * SIDE * DType::BF16.size_bytes();
+    let side = setting.size(SIDE, 64);
+    let bytes = side * side * DType::BF16.size_bytes();
     let operands = [
         gpu.allocate(bytes)?,
         gpu.allocate(bytes)?,
@@ -65,11 +66,11 @@ fn product(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
     normal_bf16(gpu, &operands[0])?;
     normal_bf16(gpu, &operands[1])?;
     let milliseconds = median_milliseconds(gpu, BUDGET, |_| {
-        queue::product(gpu, &cublas, DType::BF16, [SIDE; 3], &operands)
+        queue::product(gpu, &cublas, DType::BF16, [side; 3], &operands)
     })?;
-    let rate = 2.0 * (SIDE as f64).powi(3) / milliseconds * 1e3;
+    let rate = 2.0 * (side as f64).powi(3) / milliseconds * 1e3;
     report.row(
-        format!("cuBLASLt bf16 {SIDE}^3, normal data"),
+        format!("cuBLASLt bf16 {side}^3, normal data"),
         format!("{:.0} TFLOP/s", rate / 1e12),
         "",
     );
@@ -77,10 +78,11 @@ fn product(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn bus(gpu: &Gpu, report: &mut Report) -> Result<()> {
-    let device = gpu.allocate(BUS_BYTES)?;
-    let mut pinned = gpu.pinned(BUS_BYTES)?;
-    let rate = |milliseconds: f64| BUS_BYTES as f64 / milliseconds * 1e3;
+fn bus(setting: &Setting, gpu: &Gpu, report: &mut Report) -> Result<()> {
+    let size = setting.size(BUS_BYTES, 64);
+    let device = gpu.allocate(size)?;
+    let mut pinned = gpu.pinned(size)?;
+    let rate = |milliseconds: f64| size as f64 / milliseconds * 1e3;
     let up = rate(median_milliseconds(gpu, BUDGET, |_| {
         queue::upload(gpu, &pinned, &device)
     })?);
@@ -95,12 +97,12 @@ fn bus(gpu: &Gpu, report: &mut Report) -> Result<()> {
         );
         report.ceilings.push((name.into(), rate));
     }
-    let mut pageable = vec![1u8; BUS_BYTES];
+    let mut pageable = vec![1u8; size];
     let timed = |work: &mut dyn FnMut() -> Result<()>| -> Result<f64> {
         work()?;
         let begun = Instant::now();
         work()?;
-        Ok(BUS_BYTES as f64 / begun.elapsed().as_secs_f64())
+        Ok(size as f64 / begun.elapsed().as_secs_f64())
     };
     let up = timed(&mut || Ok(gpu.write(&device, 0, &pageable)?))?;
     report.row("bus up, pageable", format!("{:.1} GB/s", up / 1e9), "");

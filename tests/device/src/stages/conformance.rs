@@ -21,7 +21,7 @@ use crate::paired::Paired;
 /// Runs all cases of all families, small and large.
 #[must_use]
 pub fn run(setting: &Setting, name: &'static str) -> Report {
-    let mut report = Report::new(name);
+    let mut report = setting.report(name);
     let gpu = match setting.gpu() {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -35,8 +35,11 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
             (Effort::Emulated, "small sizes"),
             (Effort::Gpu, "sizes of models"),
         ] {
+            if setting.small && effort == Effort::Gpu {
+                continue;
+            }
             let all = cases::of(family, effort);
-            let mut passed = 0;
+            let (mut passed, mut missing) = (0, 0);
             for case in &all {
                 if setting.expired() {
                     report.failure(format!(
@@ -48,6 +51,7 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
                 }
                 match case.run(&mut machine) {
                     Ok(()) => passed += 1,
+                    Err(error) if setting.lacks_kernel(&error) => missing += 1,
                     Err(error) => {
                         report.failure(format!("{}: {error:#}", family.name()));
                         // An access outside memory ends the context, and nothing more runs in this process.
@@ -59,7 +63,11 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
                 }
             }
             let figure = format!("{passed} of {} passed", all.len());
-            report.row(format!("{}, {sizes}", family.name()), figure, "");
+            report.row(
+                format!("{}, {sizes}", family.name()),
+                figure,
+                without_compiler(missing),
+            );
         }
     }
     report.part("library", |report| library(setting, report));
@@ -69,13 +77,24 @@ pub fn run(setting: &Setting, name: &'static str) -> Report {
     report
 }
 
+/// Remark on the checks that no kernel of this machine computes.
+fn without_compiler(missing: usize) -> String {
+    match missing {
+        0 => String::new(),
+        _ => format!("{missing} need NVRTC, which is missing"),
+    }
+}
+
 /// Checks products by cuBLASLt, if installed: every epilogue, and every product that the backend requests.
 fn library(setting: &Setting, report: &mut Report) -> Result<()> {
     let Some(gpu) = with_library(setting, report)? else {
         return Ok(());
     };
     let mut machine = GpuMachine::new(&gpu);
-    let all = cases::multiply::cases(Effort::Gpu);
+    let all = cases::multiply::cases(match setting.small {
+        true => Effort::Emulated,
+        false => Effort::Gpu,
+    });
     let mut passed = 0;
     for case in &all {
         match case.run(&mut machine) {
@@ -103,17 +122,15 @@ fn with_library(setting: &Setting, report: &mut Report) -> Result<Option<Gpu>> {
 /// Compares every backend operation with the CPU, on the memory and the stream of a real GPU.
 #[must_use]
 pub fn backend(setting: &Setting) -> Report {
-    /// Memory for the small tensors of the checks.
-    const ARENA_BYTES: u64 = 256 << 20;
-    let mut report = Report::new("backend");
+    let mut report = setting.report("backend");
     report.part("our products", |report| {
-        operations(setting.gpu()?, ARENA_BYTES, "operations", report)
+        operations(setting, setting.gpu()?, "operations", report)
     });
     report.part("products by cuBLASLt", |report| {
         match with_library(setting, report)? {
             Some(gpu) => {
                 let what = "operations, products by cuBLASLt";
-                operations(gpu, ARENA_BYTES, what, report)
+                operations(setting, gpu, what, report)
             }
             None => Ok(()),
         }
@@ -121,18 +138,22 @@ pub fn backend(setting: &Setting) -> Report {
     report
 }
 
-fn operations(gpu: Gpu, arena_bytes: u64, what: &str, report: &mut Report) -> Result<()> {
-    let device = CudaBackend::new(Arc::new(gpu), arena_bytes)?;
+fn operations(setting: &Setting, gpu: Gpu, what: &str, report: &mut Report) -> Result<()> {
+    /// Memory for the small tensors of the checks.
+    const ARENA_BYTES: u64 = 256 << 20;
+    let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
     let checks = kernels::verify::all();
-    let mut passed = 0;
+    let (mut passed, mut missing) = (0, 0);
     for check in &checks {
         match check.run(&device) {
             Ok(()) => passed += 1,
+            Err(error) if setting.lacks_kernel(&error) => missing += 1,
             Err(error) => report.failure(format!("{what}: {error:#}")),
         }
     }
     let left = device.pool().stats().in_use;
-    report.row(what, format!("{passed} of {} passed", checks.len()), "");
+    let figure = format!("{passed} of {} passed", checks.len());
+    report.row(what, figure, without_compiler(missing));
     report.row(
         "bytes left in the arena",
         left.to_string(),
@@ -144,7 +165,7 @@ fn operations(gpu: Gpu, arena_bytes: u64, what: &str, report: &mut Report) -> Re
 /// Runs the small cases of every family on the GPU and on the emulator. Both must pass, and equal bytes are counted.
 #[must_use]
 pub fn calibrate(setting: &Setting) -> Report {
-    let mut report = Report::new("calibration");
+    let mut report = setting.report("calibration");
     report.part("emulator against GPU", |report| {
         let directory = setting.emulated.as_deref();
         let directory =
@@ -158,7 +179,11 @@ pub fn calibrate(setting: &Setting) -> Report {
                     report.failure(format!("the time was used up before {}", case.name));
                     return Ok(());
                 }
-                if let Err(error) = case.run(&mut machine) {
+                let ended = case.run(&mut machine);
+                if let Err(error) = ended.or_else(|error| match setting.lacks_kernel(&error) {
+                    true => Ok(()),
+                    false => Err(error),
+                }) {
                     report.failure(format!("{}: {error:#}", family.name()));
                 }
             }

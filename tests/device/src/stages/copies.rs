@@ -13,8 +13,8 @@ use super::{Report, Setting, Target, median_milliseconds, queue};
 /// Bytes of a unit. A layer of an 8 B model in bf16 has six times as many.
 const UNIT_BYTES: usize = 64 << 20;
 const UNITS: usize = 24;
-/// Memory for two units' weights, their gradients and the compute on them.
-const ARENA_BYTES: u64 = 16 * UNIT_BYTES as u64;
+/// Units of memory for two units' weights, their gradients and the compute on them.
+const ARENA_UNITS: u64 = 16;
 const BUDGET: Duration = Duration::from_secs(2);
 /// Share of the bus rate that copies must reach.
 const GOAL: Target = Target::AtLeast(0.85);
@@ -24,26 +24,23 @@ const TOGETHER: Target = Target::AtMost(1.2);
 /// Measures the rates of copies alone and during compute.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("copies");
+    let mut report = setting.report("copies");
     report.part("copies", |report| measure(setting, report));
     report
 }
 
 /// A unit's weights on the host: f32 values of a few bits, so doubling is exact.
-fn weights(unit: usize) -> Vec<f32> {
+fn weights(unit: usize, bytes: usize) -> Vec<f32> {
     let value = |i: usize| ((i * 31 + unit * 17) % 1021) as f32;
-    (0..UNIT_BYTES / 4).map(value).collect()
-}
-
-fn shape() -> Shape {
-    [UNIT_BYTES / 4096, 1024].into()
+    (0..bytes / 4).map(value).collect()
 }
 
 fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
     let gpu = setting.gpu()?;
-    let device = gpu.allocate(UNIT_BYTES)?;
-    let mut pinned = gpu.pinned(UNIT_BYTES)?;
-    let rate = |milliseconds: f64| UNIT_BYTES as f64 / milliseconds * 1e3;
+    let unit_bytes = setting.size(UNIT_BYTES, 64);
+    let device = gpu.allocate(unit_bytes)?;
+    let mut pinned = gpu.pinned(unit_bytes)?;
+    let rate = |milliseconds: f64| unit_bytes as f64 / milliseconds * 1e3;
     let bus_up = rate(median_milliseconds(&gpu, BUDGET, |_| {
         queue::upload(&gpu, &pinned, &device)
     })?);
@@ -51,9 +48,9 @@ fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
         queue::download(&gpu, &device, &mut pinned)
     })?);
     drop((device, pinned));
-    let backend = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
-    let units: Vec<Vec<f32>> = (0..2).map(weights).collect();
-    let mut out = vec![0.0f32; UNIT_BYTES / 4];
+    let backend = CudaBackend::new(Arc::new(gpu), ARENA_UNITS * unit_bytes as u64)?;
+    let units: Vec<Vec<f32>> = (0..2).map(|unit| weights(unit, unit_bytes)).collect();
+    let mut out = vec![0.0f32; unit_bytes / 4];
     // One pass first, for modules, rings and pages.
     pass(&backend, &units, &mut out, 1, true)?;
 
@@ -73,7 +70,7 @@ fn measure(setting: &Setting, report: &mut Report) -> Result<()> {
         }
         Ok(())
     })?;
-    let bytes = (UNITS * UNIT_BYTES) as f64;
+    let bytes = (UNITS * unit_bytes) as f64;
     for (name, seconds, bus) in [("up", up, bus_up), ("down", down, bus_down)] {
         let rate = bytes / seconds;
         report.row(
@@ -117,7 +114,8 @@ fn alone(work: impl FnOnce() -> Result<()>) -> Result<f64> {
 
 fn upload(backend: &CudaBackend, values: &[f32]) -> Result<Tensor> {
     let bytes = bytemuck::cast_slice(values);
-    Ok(backend.upload(bytes, shape(), DType::F32, Tag::Gathered)?)
+    let shape = Shape::new(&[values.len() / 1024, 1024]);
+    Ok(backend.upload(bytes, shape, DType::F32, Tag::Gathered)?)
 }
 
 /// Waits for all queued commands.

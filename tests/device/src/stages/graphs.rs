@@ -24,8 +24,9 @@ const ROUNDS: usize = 200;
 /// Runs rounds through a small model, with and without graphs.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("graphs");
+    let mut report = setting.report("graphs");
     report.part("graphs", |report| {
+        let rounds = setting.size(ROUNDS, 20);
         let alone = CudaBackend::new(Arc::new(setting.gpu()?), ARENA_BYTES)?;
         let inner = Arc::new(setting.gpu()?);
         let replaying = Arc::new(Replaying::<Gpu>::new(inner.clone(), Mode::On));
@@ -48,7 +49,7 @@ pub fn run(setting: &Setting) -> Report {
                 }
             }
             let begun = Instant::now();
-            for number in 0..ROUNDS {
+            for number in 0..rounds {
                 let last = round(device, &weight, number)?;
                 if number % 50 == 0 {
                     results[place].push(last);
@@ -58,10 +59,10 @@ pub fn run(setting: &Setting) -> Report {
         }
         let counts = replaying.counts();
         ensure!(results[0] == results[1], "graphs have other bits");
-        ensure!(counts.replays >= ROUNDS as u64, "{counts:?}");
+        ensure!(counts.replays >= rounds as u64, "{counts:?}");
         let per_work = |seconds: f64| {
-            let commands = counts.commands as f64 / (ROUNDS + 4) as f64;
-            seconds * 1e6 / ROUNDS as f64 / commands
+            let commands = counts.commands as f64 / (rounds + 4) as f64;
+            seconds * 1e6 / rounds as f64 / commands
         };
         let [alone, graphs] = seconds.map(per_work);
         report.row("a small work, queued alone", format!("{alone:.2} us"), "");

@@ -23,7 +23,7 @@ const PART: usize = 1 << 20;
 /// Checks that a process reads device memory of another one.
 #[must_use]
 pub fn ipc(setting: &Setting) -> Report {
-    let mut report = Report::new("ipc");
+    let mut report = setting.report("ipc");
     report.part("two processes on one GPU", |report| {
         let figures = pair(setting, "ipc-rank", |_, _| {})?;
         report.row(
@@ -40,7 +40,7 @@ pub fn ipc(setting: &Setting) -> Report {
 /// through sockets, so the figure only shows that it works.
 #[must_use]
 pub fn nccl(setting: &Setting) -> Report {
-    let mut report = Report::new("nccl");
+    let mut report = setting.report("nccl");
     report.part("two ranks on one GPU", |report| {
         let figures = pair(setting, "nccl-rank", |rank, command| {
             command.env("NCCL_HOSTID", format!("rank{rank}"));
@@ -124,7 +124,7 @@ fn await_all(setting: &Setting, children: &mut [Rank]) -> Result<()> {
 /// that the stages after this one measure no translation. A driver translates on one thread per process.
 #[must_use]
 pub fn warm_up(setting: &Setting, processes: usize) -> Report {
-    let mut report = Report::new("warm-up");
+    let mut report = setting.report("warm-up");
     report.part("loading every module", |report| {
         let begun = Instant::now();
         let mut children = Vec::new();

@@ -8,7 +8,7 @@ use super::{Report, Setting, footprint};
 /// Describes the machine; fails without a usable GPU.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("probe");
+    let mut report = setting.report("probe");
     let answer = probe(&setting.search);
     if let Some((major, minor)) = answer.driver_version {
         report.row("driver", format!("CUDA {major}.{minor}"), "");

@@ -254,16 +254,21 @@ pub(crate) fn machines_with_different_libraries_are_named() {
 
 /// Two GPUs with half of the layers each have the losses and weights of one GPU, and no more memory than planned: the
 /// plan takes all micro-batches that a stage has alive for the largest one.
-/// Activations cross the boundary in host memory, also where the GPUs could read each other's.
+/// Activations cross the boundary in host memory, also where the GPUs could read each other's, beside the next pass.
 pub(crate) fn pipeline_stages_have_the_bits_of_one_gpu() {
     let site = Site::with_model();
     let line = "--precision bf16 --max-steps 2 --device cuda --gradient-accumulation-steps 3 --save-strategy steps \
                 --save-steps 2 --eval-strategy no";
     site.train(&[], &format!("{line} --nproc 1 --output whole"));
+    // Each stage queues the next pass while the values of the first one are copied to the host.
+    let log = site.path("log").display().to_string();
     let screen = site.train(
-        &[],
+        &[("TESSERA_FAKE_HOLD", "1024"), ("TESSERA_FAKE_LOG", &log)],
         &format!("{line} --nproc 2 --mp-size 2 --output divided"),
     );
+    let log = fs::read_to_string(log).unwrap();
+    let beside = "kernels were queued beside a copy to the host";
+    assert_eq!(log.matches(beside).count(), 2, "{log}");
     says(
         &screen,
         &[

@@ -285,16 +285,72 @@ pub(crate) fn packed_directories_agree_with_the_cpu() {
     }
 }
 
-/// Moments of 8 bits stay in device memory, and the GPU updates them.
+/// The GPU reads frozen weights where the driver registered them: the maps of the weight files, and memory that the ranks
+/// share. If the driver refuses, they go through pinned chunks. The bits are the same.
+pub(crate) fn frozen_weights_are_registered_or_copied_through_pinned_chunks() {
+    let site = Site::with_model();
+    let cases = [
+        (
+            "plain",
+            "--nproc 1 --precision f32",
+            "read in the mapped weight files",
+        ),
+        (
+            "shared",
+            "--nproc 2 --precision f32 --quantize nf4",
+            "one copy in shared memory",
+        ),
+    ];
+    for (name, line, place) in cases {
+        let line = format!(
+            "{line} --zero 2 --lora-rank 4 --offload cpu --max-steps 2 --save-strategy steps --save-steps 2 \
+             --eval-strategy no --device cuda"
+        );
+        let (used, refused) = (format!("{name}-used"), format!("{name}-refused"));
+        let log = site.path(&format!("{name}.log"));
+        let log = [("TESSERA_FAKE_LOG", log.to_str().unwrap())];
+        let screen = site.train(&log, &format!("{line} --output {used}"));
+        says(&screen, &[place, "frozen weights: the driver registered "]);
+        let lines = fs::read_to_string(log[0].1).unwrap();
+        assert!(lines.contains("read registered memory"), "{lines}");
+        let fault = [("TESSERA_FAKE_FAULT", "register:1+")];
+        let (code, screen) = site.try_train(&fault, &format!("{line} --output {refused}"));
+        assert_eq!(code, Some(0), "{screen}");
+        says(
+            &screen,
+            &["copied to the GPU through pinned memory; the driver registered 0 "],
+        );
+        let off = format!("{name}-off");
+        let chosen = [("TESSERA_HOST_REGISTER", "off")];
+        let screen = site.train(&chosen, &format!("{line} --output {off}"));
+        assert!(!screen.contains("the driver registered"), "{screen}");
+        let runs = [used, refused, off];
+        let [used, others @ ..] = runs.each_ref().map(|run| site.losses(run));
+        assert!(others.iter().all(|losses| *losses == used), "{name}");
+        let adapters = runs.map(|run| {
+            let file = format!("{run}/checkpoint-2/adapter_model.safetensors");
+            fs::read(site.path(&file)).unwrap()
+        });
+        let same = adapters.iter().all(|adapter| *adapter == adapters[0]);
+        assert!(same, "{name}: adapters differ");
+    }
+}
+
+/// Moments of 8 bits stay in device memory, and the GPU updates them: on one GPU, and on two that each have a shard.
 pub(crate) fn moments_of_8_bits_agree_with_the_cpu() {
     let site = Site::with_model();
-    for (precision, dtype) in [("f32", DType::F32), ("fp16", DType::F16)] {
+    for (ranks, stage, precision, dtype) in [
+        (1, 3, "f32", DType::F32),
+        (1, 3, "fp16", DType::F16),
+        (2, 2, "f32", DType::F32),
+        (2, 3, "bf16", DType::BF16),
+    ] {
         let line = format!(
-            "--nproc 1 --offload none --moments 8bit --precision {precision} --max-steps 2 --save-strategy no \
-             --eval-strategy no"
+            "--nproc {ranks} --zero {stage} --offload none --moments 8bit --precision {precision} --max-steps 3 \
+             --save-strategy no --eval-strategy no"
         );
         let outputs = ["cpu", "cuda"].map(|device| {
-            let output = format!("{precision}-{device}");
+            let output = format!("{ranks}-{precision}-{device}");
             let screen = site.train(&[], &format!("{line} --device {device} --output {output}"));
             assert!(!screen.contains("no GPU kernel"), "{screen}");
             output

@@ -4,7 +4,7 @@ use super::Kind;
 use crate::lang::{Both, both};
 
 /// Variables that this program reads, with their effect.
-pub(super) const READ: [(&str, Both); 63] = [
+pub(super) const READ: [(&str, Both); 64] = [
     (
         "MAX_PIXELS",
         both(
@@ -45,6 +45,13 @@ pub(super) const READ: [(&str, Both); 63] = [
         both(
             "matrix products on GPUs: auto, cublaslt, own; auto uses cuBLASLt if it is found",
             "GPU 上的矩阵乘法：auto、cublaslt、own；auto 在找到 cuBLASLt 时使用它",
+        ),
+    ),
+    (
+        "TESSERA_HOST_REGISTER",
+        both(
+            "frozen host weights are copied to GPUs from where they are (auto), or through pinned memory (off)",
+            "冻结的主机权重从原处复制到 GPU（auto），或经锁页内存复制（off）",
         ),
     ),
     (

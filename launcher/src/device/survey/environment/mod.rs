@@ -130,7 +130,7 @@ fn printable(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank_env::{CudaSearchPaths, Env, GpuCode, Matmul};
+    use crate::rank_env::{CudaSearchPaths, Env, GpuCode, HostRegister, Matmul};
     use std::cell::RefCell;
     use std::collections::BTreeSet;
     use std::ffi::OsString;
@@ -202,6 +202,7 @@ mod tests {
             CudaSearchPaths::from_lookup(&lookup);
             Matmul::from_lookup(&lookup).expect("a good environment");
             GpuCode::from_lookup(&lookup).expect("a good environment");
+            HostRegister::from_lookup(&lookup).expect("a good environment");
         }
         // The operating system searches these directories for programs that this program starts.
         asked.borrow_mut().insert("PATH".to_string());

@@ -26,6 +26,8 @@ use operations::{Amount, Row, Targets};
 /// stage compiled 10 s. PyTorch's rows with its start take 35 s. Together that is 75 s, estimated. The stage should
 /// stay below 100 s, and `gpu-check.sh` stops it after 180 s.
 const BUDGET: Duration = Duration::from_millis(200);
+/// Divisor of the model sizes on an emulated device.
+const SMALL: usize = 64;
 /// Seconds for all rows of PyTorch.
 const PEERS_SECONDS: u32 = 60;
 /// Additional time for PyTorch's start and for a row that it has begun.
@@ -36,7 +38,7 @@ const CACHE_BYTES: u64 = 80 << 20;
 /// Measures the rows. PyTorch's times are added when `peers` runs.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("table");
+    let mut report = setting.report("table");
     let gpu = match setting.gpu() {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -45,7 +47,7 @@ pub fn run(setting: &Setting) -> Report {
         }
     };
     let scale = Scale {
-        divisor: 1,
+        divisor: SMALL.pow(u32::from(setting.small)),
         params: operations::params(&gpu),
     };
     let peers = peers(setting, "table", scale.params);

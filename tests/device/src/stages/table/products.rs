@@ -13,7 +13,7 @@ use kernels::cuda::ops::shared_lora::{self, SharedLora};
 
 use super::bench::{Bench, OnGpu, Operands, Scale};
 use super::layers::{self, AdaptedLayers, SharedAdaptedLayers, TwoLayers};
-use super::peers;
+use super::{SMALL, peers};
 use crate::stages::{Report, Setting, Target};
 
 /// Tokens, output features and input features: layers of 7 B models and of their vision towers.
@@ -54,7 +54,7 @@ enum Use {
 /// Measures the rows. PyTorch's times are added where it has the same operation.
 #[must_use]
 pub fn run(setting: &Setting) -> Report {
-    let mut report = Report::new("products");
+    let mut report = setting.report("products");
     let gpu = match setting.gpu() {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -71,7 +71,7 @@ pub fn run(setting: &Setting) -> Report {
     };
     let library = CublasLt::open(&gpu, &setting.search).map_err(|error| error.to_string());
     let scale = Scale {
-        divisor: 1,
+        divisor: SMALL.pow(u32::from(setting.small)),
         params: 0,
     };
     all(&mut OnGpu::new(&gpu, library), scale, &mut report, &torch);

@@ -231,7 +231,7 @@ fn the_table_stays_within_its_time_budget() {
 }
 
 /// Rows without a PyTorch counterpart.
-const WITHOUT_PEER: [&str; 15] = [
+const WITHOUT_PEER: [&str; 16] = [
     "adamw bf16 weights, 8-bit moments, bf16 gradient (10 B)",
     "adamw bf16 weights, f32 moments, bf16 gradient (22 B)",
     "adamw f32 master + bf16 copy, bf16 gradient (28 B)",
@@ -240,6 +240,7 @@ const WITHOUT_PEER: [&str; 15] = [
     "adamw f32 master + f16 copy, 8-bit moments, f16 gradient (16 B)",
     "adamw f32, 8-bit moments, f32 gradient (16 B)",
     "clip factor of 8 ranks",
+    "rms norm of heads and rope bf16 8192x32x128",
     "sums of gradients in bf16, rounded stochastically",
     "three adapted products of one x bf16 8192x4096x4096 rank",
     "three of two adapted layers of one x bf16 8192x4096x4096 rank",

@@ -1,9 +1,9 @@
 //! Rows of RMS norm and layer norm.
 
 use anyhow::{Context, Result};
-use kernels::DType;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::norm::{self, Backward, Forward, Kind, Shape};
+use kernels::{DType, RopeLayout};
 
 use super::{Amount, DIRECTIONS, Prepared, Rows, Targets};
 use crate::stages::table::bench::Operands;
@@ -45,6 +45,8 @@ pub(super) fn add(rows: &mut Rows) {
             }
         }
     }
+    let name = "rms norm of heads and rope bf16 8192x32x128";
+    rows.add(name, Targets::COPY, rotated_row);
     let bf16 = usual(Kind::Rms, DType::BF16, 4096);
     for (backward, which) in DIRECTIONS {
         // PyTorch adds the residual in a separate kernel.
@@ -71,6 +73,42 @@ pub(super) fn add(rows: &mut Rows) {
         let name = format!("rms norm bf16 16384x4100 {which}");
         rows.add(name, Targets::NONE, move |on| row(on, norm, backward));
     }
+}
+
+/// Heads of queries, normalized and rotated in one pass.
+fn rotated_row(on: &mut Operands<'_>) -> Result<Prepared> {
+    const D: usize = 128;
+    let dtype = DType::BF16;
+    let (tokens, heads, w) = (on.of(8192), on.of(32), D / 2);
+    let shape = Shape {
+        kind: Kind::Rms,
+        dtype,
+        weight_dtype: dtype,
+        rows: (tokens * heads) as u64,
+        c: D as u32,
+        eps: 1e-6,
+    };
+    let (elements, size) = (tokens * heads * D, dtype.size_bytes());
+    let weight = on.normal(dtype, D, 1.0)?;
+    let [cos, sin] = [
+        on.normal(DType::F32, tokens * w, 0.5)?,
+        on.normal(DType::F32, tokens * w, 0.5)?,
+    ];
+    let mut sets = Vec::new();
+    for _ in 0..4 {
+        let at = norm::Rotated {
+            x: on.normal(dtype, elements, 1.0)?,
+            weight,
+            cos,
+            sin,
+            y: on.output(elements * size)?,
+        };
+        let sizes = [heads as u32, w as u32];
+        let launch = norm::rotated(&shape, &at, sizes, RopeLayout::HalfSplit);
+        sets.push(vec![launch.context("heads")?]);
+    }
+    let bytes = 2 * elements * size + 8 * tokens * w;
+    Ok((Amount::Bytes(bytes as f64), sets))
 }
 
 fn row(on: &mut Operands<'_>, norm: Norm, backward: bool) -> Result<Prepared> {
