@@ -113,7 +113,7 @@ fn cell(row: &[usize]) {
     let line = line(precision);
     let cell = format!("{}: {line}", CHECKPOINTS[pack]);
     site.train(&line);
-    let adapts = method.contains("lora");
+    let adapts = !site.path("out/checkpoint-2/model.safetensors").is_file();
     let model = match adapts {
         true => "--model model --adapter out/checkpoint-2",
         false => "--model out/checkpoint-2",
