@@ -290,7 +290,7 @@ fn lines_of_published_scripts_paste_in() {
 }
 
 #[test]
-fn flags_of_swiss_army_transformer_without_a_twin_are_refused_with_what_replaces_them() {
+fn flags_of_trainers_without_a_twin_are_refused_with_what_replaces_them() {
     let sat = "--from_pretrained m --train-data d --train-iters 3";
     let (args, _) = pasted(&format!("{sat} --batch-size 4 --use_qlora"));
     assert_eq!((args.load_in_4bit, args.use_lora), (Some(true), Some(true)));
@@ -311,11 +311,22 @@ fn flags_of_swiss_army_transformer_without_a_twin_are_refused_with_what_replaces
             "{flag}: {notes:?}"
         );
     }
-    for (flag, instead) in [
-        ("--layer_range 0-16", "--lora-layers 0..16"),
-        ("--use_ptlora", "--ptuning-tokens N"),
+    let swift = "--train_type lora --model m --dataset d";
+    let (_, notes) = pasted(&format!("{swift} --lora_dtype none --norm_bbox none"));
+    assert_eq!(notes.len(), 2, "{notes:?}");
+    for (line, flag, instead) in [
+        (sat, "--layer_range 0-16", "--lora-layers 0..16"),
+        (sat, "--use_ptlora", "--ptuning-tokens N"),
+        (swift, "--lora_dtype bfloat16", "--precision"),
+        (swift, "--norm_bbox norm1000", "as they are"),
+        (
+            swift,
+            "--target_parameters mlp.experts",
+            "--lora-target-modules",
+        ),
+        (swift, "--resampler_lr 1e-5", "--lr PART=X"),
     ] {
-        let line = format!("{sat} {flag}");
+        let line = format!("{line} {flag}");
         let argv: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
         let failure = match parse(&argv) {
             Ok(Command::Train { typed, .. }) => load(&typed).map(drop),

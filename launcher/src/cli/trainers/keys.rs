@@ -476,8 +476,35 @@ const MS_SWIFT: &[Key] = &[
     ("init_weights", Only(&["true"], ADAPTER_KIND)),
     ("use_swift_lora", Only(&["false"], ADAPTER_KIND)),
     (
-        "vit_lr aligner_lr vision_lr merger_lr projector_lr head_lr",
+        "vit_lr aligner_lr vision_lr merger_lr projector_lr head_lr resampler_lr",
         Only(&["none"], RATES),
+    ),
+    (
+        "lora_dtype",
+        Only(
+            &["none"],
+            both("--precision decides", "由 --precision 决定"),
+        ),
+    ),
+    (
+        "norm_bbox",
+        Only(
+            &["none"],
+            both(
+                "coordinates in texts are taken as they are",
+                "文本中的坐标按原样使用",
+            ),
+        ),
+    ),
+    (
+        "target_parameters",
+        Only(
+            &["none", "", "[]"],
+            both(
+                "adapters are on linear layers: --lora-target-modules",
+                "适配器加在线性层上：--lora-target-modules",
+            ),
+        ),
     ),
     (
         "freeze_parameters trainable_parameters freeze_parameters_regex trainable_parameters_regex",
