@@ -31,6 +31,7 @@ int cuDeviceGetAttribute(int *value, int which, int device) { ANSWER(*value = wh
 PLAIN(cuDeviceCanAccessPeer) PLAIN(cuDevicePrimaryCtxRetain) PLAIN(cuDevicePrimaryCtxRelease_v2)
 PLAIN(cuCtxGetCurrent) PLAIN(cuCtxSetCurrent) PLAIN(cuCtxSynchronize)
 PLAIN(cuMemGetInfo_v2) PLAIN(cuMemAlloc_v2) PLAIN(cuMemFree_v2) PLAIN(cuMemHostAlloc) PLAIN(cuMemFreeHost)
+PLAIN(cuMemHostRegister_v2) PLAIN(cuMemHostUnregister)
 PLAIN(cuMemsetD8Async) PLAIN(cuMemcpyHtoDAsync_v2) PLAIN(cuMemcpyDtoHAsync_v2) PLAIN(cuMemcpyDtoDAsync_v2)
 PLAIN(cuPointerGetAttribute)
 PLAIN(cuStreamCreate) PLAIN(cuStreamDestroy_v2) PLAIN(cuStreamSynchronize) PLAIN(cuStreamWaitEvent)

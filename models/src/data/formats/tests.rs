@@ -272,6 +272,16 @@ fn every_spelling_of_an_image_is_read() {
         assert_eq!(images(&sample), [(SINGLE_IMAGE, path)], "{given}");
         assert!(ignored.is_empty(), "{ignored:?}");
     }
+    let text = turns.replace("<image>", "");
+    for given in [
+        r#""image": """#,
+        r#""images": [""]"#,
+        r#""images": []"#,
+        r#""image": null"#,
+    ] {
+        let (sample, _) = only(&format!("{{{text}, {given}}}")).unwrap();
+        assert_eq!(images(&sample), [], "{given}");
+    }
     for (given, part) in [
         (r#""photo": "a.jpeg""#, "\"photo\" names an image"),
         (
