@@ -68,11 +68,14 @@ impl Drop for Launcher {
     }
 }
 
+/// Children of a process that run its program. Others, such as a Python that is asked for its directories, are no ranks.
 fn children(parent: u32) -> Vec<u32> {
+    let program = |pid: u32| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let own = program(parent);
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let mut found: Vec<u32> = entries
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter(|pid| parent_of(*pid) == Some(parent))
+        .filter(|pid| parent_of(*pid) == Some(parent) && program(*pid) == own)
         .collect();
     found.sort_unstable();
     found
