@@ -27,7 +27,7 @@ struct Core {
 /// Numbers of the cores of each rank of this machine, in the order of the ranks.
 type Shares = Vec<Vec<usize>>;
 
-/// What a rank got of the machine's cores.
+/// Cores of the ranks of this machine, and the number of threads of this rank.
 #[derive(Debug)]
 pub(crate) struct Bound {
     /// Number of compute threads of the rank.
@@ -210,23 +210,6 @@ pub(crate) fn online() -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank_env::Token;
-    use crate::rank_env::identity::Master;
-
-    fn alone() -> RankEnv {
-        RankEnv {
-            rank: 0,
-            local_rank: 0,
-            world_size: 1,
-            local_world_size: 1,
-            master: Master::default(),
-            source: Source::Torch,
-            token: Token::default(),
-            run_token: String::new(),
-            job_dir: None,
-            no_color: false,
-        }
-    }
 
     /// Two nodes of four physical cores with two logical processors each: 0-7 and their siblings 8-15.
     fn two_nodes() -> Vec<Core> {
@@ -288,7 +271,11 @@ mod tests {
         let bound = std::thread::spawn(|| {
             let mask = sched_getaffinity(None).expect("a mask");
             let first = cores_of(&mask)[0].number;
-            let bound = bind(Some(&BindCores::List(vec![first])), Device::Cpu, &alone());
+            let bound = bind(
+                Some(&BindCores::List(vec![first])),
+                Device::Cpu,
+                &RankEnv::lone(String::new(), false),
+            );
             let bound = bound.expect("bound");
             let now = sched_getaffinity(None).expect("a mask");
             (

@@ -204,6 +204,22 @@ pub struct RankEnv {
 }
 
 impl RankEnv {
+    /// The only rank of a job, in the process that owns the job. `run_token` is the job's token.
+    pub(crate) fn lone(run_token: String, no_color: bool) -> Self {
+        Self {
+            rank: 0,
+            local_rank: 0,
+            world_size: 1,
+            local_world_size: 1,
+            master: Master::default(),
+            source: Source::Torch,
+            token: Token::default(),
+            run_token,
+            job_dir: None,
+            no_color,
+        }
+    }
+
     /// Whether this program's supervisor started this rank, watches it and draws its screen.
     pub fn is_supervised(&self) -> bool {
         self.job_dir.is_some()

@@ -169,7 +169,7 @@ fn the_newest_checkpoints_take_combinations() {
 }
 
 #[test]
-#[ignore = "some minutes: the nightly run asks for it"]
+#[ignore = "half a minute: the nightly run asks for it"]
 fn the_newest_checkpoints_take_every_pair() {
     rows().iter().for_each(|row| cell(row));
 }

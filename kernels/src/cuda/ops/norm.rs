@@ -259,9 +259,9 @@ pub struct Rotated {
     pub y: Address,
 }
 
-/// Launch of the RMS norm of every head of `heads` per token, a row each, and of the rotation of its first `2 * w`
-/// elements, with the bits of [`forward`] and [`rope`](super::pointwise::rope). Reads and writes two elements per element
-/// of `x`. `None` where it has no kernel: heads that are no multiple of 8 elements or longer than 256, other
+/// Launch that normalizes each head (RMS norm) and rotates its first `2 * w` elements (rotary embedding). A row of `x` is one
+/// of the `heads` heads of a token. The bits are those of [`forward`], then [`rope`](super::pointwise::rope). It reads and
+/// writes every element of `x` once. `None` where it has no kernel: heads that are no multiple of 8 elements or longer than 256, other
 /// addresses than multiples of 16 bytes, and as for [`forward`].
 #[must_use]
 pub fn rotated(

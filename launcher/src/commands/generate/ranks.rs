@@ -24,8 +24,7 @@ use crate::launch::supervisor::{SignalSource, Supervisor, own_program};
 use crate::plan::{
     Counted, HeldOut, Machine, Work, dry_run, fixed_memory, pixel_line, settle, spill_directories,
 };
-use crate::rank_env::identity::{Master, Source as Numbered};
-use crate::rank_env::{Env, JOB_DIR, RankEnv, Token, Variables};
+use crate::rank_env::{Env, JOB_DIR, RankEnv, Variables};
 use crate::report::run_directory;
 use crate::train::replica::{NotOpened, Replica};
 use crate::ui::Screen;
@@ -201,7 +200,7 @@ impl<'a> Asking<'a> {
             let run = settled(&RunPlan::draft(config, ipc_refused.take()), open, largest)?;
             let _spill = spill_directories::hold(&run, job.token())?;
             if run.world_size == 1 {
-                let rank = lone(&job, &self.env);
+                let rank = RankEnv::lone(job.token().to_owned(), self.env.no_color);
                 let value = self.work(open, &run, &rank, &StopFlag::new(), work);
                 return value.map_err(unopened).map(Outcome::Found);
             }
@@ -334,22 +333,6 @@ fn settled(draft: &RunPlan, open: &OpenModel, largest: &Largest<'_>) -> Result<R
         failure
     })?;
     Ok(settled.run)
-}
-
-/// The only rank, in the process that owns the job.
-fn lone(job: &Job, env: &Env) -> RankEnv {
-    RankEnv {
-        rank: 0,
-        local_rank: 0,
-        world_size: 1,
-        local_world_size: 1,
-        master: Master::default(),
-        source: Numbered::Torch,
-        token: Token::default(),
-        run_token: job.token().to_owned(),
-        job_dir: None,
-        no_color: env.no_color,
-    }
 }
 
 fn unopened(error: NotOpened) -> Failure {
