@@ -151,16 +151,19 @@ impl Schedule1F1B<'_> {
         };
         let seed = loss.as_ref().map(|(loss, _)| (loss, self.factor));
         let gradients = tape.backward_stage(seed, gradients)?;
+        // The loss is read before the gradients leave: after it, the read would wait for their copy, and the next pass
+        // would begin only then.
+        let total = match loss {
+            // A dry run has no values.
+            Some((loss, _)) if loss.rows.value().is_meta() => (0.0, loss.supervised),
+            Some((loss, fetch)) => (fetch.sum()?, loss.supervised),
+            None => (0.0, 0),
+        };
         if place.stage > 0 {
             stage.send(Neighbor::Previous, &gradients)?;
         }
         stage.end(PassKind::Backward)?;
-        match loss {
-            // A dry run has no values.
-            Some((loss, _)) if loss.rows.value().is_meta() => Ok(Some((0.0, loss.supervised))),
-            Some((loss, fetch)) => Ok(Some((fetch.sum()?, loss.supervised))),
-            None => Ok(Some((0.0, 0))),
-        }
+        Ok(Some(total))
     }
 }
 
