@@ -16,7 +16,7 @@
 //! let (unit, weight) = (UnitId(0), ParamId(0));
 //! let param = ParamSpec {
 //!     name: "weight".into(), shape: Shape::new(&[4]), unit, trainable: true,
-//!     packing: None,
+//!     quantization: None,
 //! };
 //! let spec = ModelSpec { units: vec![UnitSpec { name: "model".into() }], params: vec![param] };
 //! let config = ZeroConfig { stage: Stage::Zero3, ..ZeroConfig::default() };

@@ -1,6 +1,6 @@
 //! Description of a model for the engine: units of parameters in the order of the forward pass.
 
-use kernels::{DType, Packing, Shape};
+use kernels::{DType, Quantization, Shape};
 use serde::{Deserialize, Serialize};
 
 /// Id of a parameter: its index in [`ModelSpec::params`].
@@ -40,30 +40,32 @@ pub struct ParamSpec {
     /// Whether the optimizer updates the parameter. A frozen parameter has no gradient, optimizer state or master
     /// weight.
     pub trainable: bool,
-    /// How a frozen parameter is stored in fewer bits; `None` stores it in the dtype of the weights. A lease unpacks it.
-    pub packing: Option<Packing>,
+    /// How a frozen parameter is stored in fewer bits; `None` stores it in the dtype of the weights. A lease dequantizes it.
+    pub quantization: Option<Quantization>,
 }
 
 impl ParamSpec {
-    /// Packing of the parameter as it is stored; `None` if it trains, since only frozen parameters are packed.
+    /// Quantization of the parameter as it is stored; `None` if it trains, since only frozen parameters are quantized.
     #[must_use]
-    pub fn stored_packing(&self) -> Option<Packing> {
-        self.packing.filter(|_| !self.trainable)
+    pub fn stored_quantization(&self) -> Option<Quantization> {
+        self.quantization.filter(|_| !self.trainable)
     }
 
-    /// Shape of the parameter as it is stored: of its bytes if it is packed.
+    /// Shape of the parameter as it is stored: of its bytes if it is quantized.
     #[must_use]
     pub fn stored_shape(&self) -> Shape {
-        match self.stored_packing() {
-            Some(packing) => Shape::new(&[packing.bytes(self.shape)]),
+        match self.stored_quantization() {
+            Some(quantization) => Shape::new(&[quantization.bytes(self.shape)]),
             None => self.shape,
         }
     }
 
-    /// Bytes of the parameter as it is stored, in the dtype `weights` unless it is packed.
+    /// Bytes of the parameter as it is stored, in the dtype `weights` unless it is quantized.
     #[must_use]
     pub fn stored_bytes(&self, weights: DType) -> u64 {
-        let size = self.stored_packing().map_or(weights.size_bytes(), |_| 1);
+        let size = self
+            .stored_quantization()
+            .map_or(weights.size_bytes(), |_| 1);
         (self.stored_shape().elems() * size) as u64
     }
 }

@@ -14,9 +14,9 @@ use crate::adapted::{
 };
 use crate::error::Result;
 use crate::grouped::{self, GroupedMatmulArgs};
-use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::quantized::Quantization;
 use crate::registered::HostRegistration;
 use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
@@ -313,14 +313,14 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full or a dtype is not a float.
     fn cast(&self, x: &Tensor, dtype: DType) -> Result<Tensor>;
 
-    /// Unpacks `packed`, the bytes of a weight of `shape`, to f32, bf16 or f16. The result counts as gathered weights.
+    /// Dequantizes `quantized`, the bytes of a weight of `shape`, to f32, bf16 or f16. The result counts as gathered weights.
     ///
     /// # Errors
     /// When the number of bytes does not fit `shape`, the dtype is no float, or memory is full.
-    fn unpack(
+    fn dequantize(
         &self,
-        packed: &Tensor,
-        packing: Packing,
+        quantized: &Tensor,
+        quantization: Quantization,
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor>;

@@ -4,7 +4,7 @@ use crate::adapted::{AdaptedLayer, LoraArgs};
 use crate::backend::{AttentionArgs, DropoutArgs, MatmulArgs, SumPart, Transpose};
 use crate::error::{KernelError, Result, shape_error};
 use crate::grouped::GroupedMatmulArgs;
-use crate::packed::Packing;
+use crate::quantized::Quantization;
 use crate::{DType, Shape, Tensor};
 
 /// Checks that `x` has a float dtype that operations support.
@@ -43,19 +43,24 @@ fn index(op: &'static str, x: &Tensor) -> Result<()> {
     dtype(op, x, DType::I32, "i32")
 }
 
-/// Checks that `packed` has the bytes of a weight of `shape`, and that it may be unpacked to `to`.
-pub(crate) fn unpack(packed: &Tensor, packing: Packing, shape: Shape, to: DType) -> Result<()> {
-    const OP: &str = "unpack";
-    dtype(OP, packed, DType::U8, "u8")?;
+/// Checks that `quantized` has the bytes of a weight of `shape`, and that it may be dequantized to `to`.
+pub(crate) fn dequantize(
+    quantized: &Tensor,
+    quantization: Quantization,
+    shape: Shape,
+    to: DType,
+) -> Result<()> {
+    const OP: &str = "dequantize";
+    dtype(OP, quantized, DType::U8, "u8")?;
     float_dtype(OP, to)?;
-    let want = packing.bytes(shape);
-    match packed.elems() == want {
+    let want = quantization.bytes(shape);
+    match quantized.elems() == want {
         true => Ok(()),
         false => shape_error(
             OP,
             format!(
-                "{} bytes for {shape} packed as {packing}, which takes {want}",
-                packed.elems()
+                "{} bytes for {shape} quantized as {quantization}, which takes {want}",
+                quantized.elems()
             ),
         ),
     }

@@ -17,7 +17,7 @@ pub enum DType {
     I32,
     /// Raw bytes.
     U8,
-    /// Signed bytes: codes of packed weights in files. No tensor operation supports them.
+    /// Signed bytes: codes of quantized weights in files. No tensor operation supports them.
     I8,
 }
 

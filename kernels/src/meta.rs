@@ -11,8 +11,8 @@ use crate::backend::{
 use crate::check;
 use crate::cpu::workspace;
 use crate::error::Result;
-use crate::packed::Packing;
 use crate::pool::{Pool, Tag};
+use crate::quantized::Quantization;
 use crate::{DType, Shape, Tensor};
 
 /// Meta device in place of [`crate::CpuBackend`]: it computes nothing, but makes the same checks and counts
@@ -173,14 +173,14 @@ impl Backend for MetaBackend {
         self.output(x.shape(), dtype)
     }
 
-    fn unpack(
+    fn dequantize(
         &self,
-        packed: &Tensor,
-        packing: Packing,
+        quantized: &Tensor,
+        quantization: Quantization,
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor> {
-        check::unpack(packed, packing, shape, dtype)?;
+        check::dequantize(quantized, quantization, shape, dtype)?;
         Tensor::null(&self.pool, Tag::Gathered, shape, dtype)
     }
 

@@ -1,9 +1,9 @@
 //! Reader of `config.json`: typed fields by dotted path, with the bounds and errors that all families share.
 
-use crate::packing::PackedWeights;
 use crate::places;
+use crate::quantization::QuantizedWeights;
 use crate::sat;
-use kernels::{Codebook, Packing};
+use kernels::{Codebook, Quantization};
 use serde::de::{DeserializeOwned, Error as _};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -183,11 +183,11 @@ impl<'a> Fields<'a> {
         Ok(text)
     }
 
-    /// The packed weights that `quantization_config` declares: those of bitsandbytes.
+    /// The quantized weights that `quantization_config` declares: those of bitsandbytes.
     ///
     /// # Errors
     /// [`ConfigError::Quantized`] for another way of quantization.
-    pub(crate) fn quantization(&self) -> Result<Option<PackedWeights>, ConfigError> {
+    pub(crate) fn quantization(&self) -> Result<Option<QuantizedWeights>, ConfigError> {
         for field in ["quantization_config", "text_config.quantization_config"] {
             if let Some(settings) = self.section(field)? {
                 let method: Option<String> = settings.nullable("quant_method")?;
@@ -201,21 +201,21 @@ impl<'a> Fields<'a> {
                     Some(_) => None,
                 };
                 let double = settings.flag("bnb_4bit_use_double_quant", false)?;
-                let packing = match (four, eight, codebook) {
-                    (true, false, Some(codebook)) => Some(Packing::four_bit(codebook, double)),
-                    (false, true, _) => Some(Packing::Int8),
+                let quantization = match (four, eight, codebook) {
+                    (true, false, Some(codebook)) => Some(Quantization::four_bit(codebook, double)),
+                    (false, true, _) => Some(Quantization::Int8),
                     _ => None,
                 };
                 let ours = method
                     .as_deref()
                     .is_none_or(|method| method == "bitsandbytes");
-                let Some(packing) = packing.filter(|_| ours) else {
+                let Some(quantization) = quantization.filter(|_| ours) else {
                     let method = method.unwrap_or_else(|| "unknown".to_owned());
                     return Err(ConfigError::Quantized { method });
                 };
                 let skip: Option<Vec<String>> = settings.nullable("llm_int8_skip_modules")?;
                 let skip = skip.unwrap_or_default();
-                return Ok(Some(PackedWeights::Declared { packing, skip }));
+                return Ok(Some(QuantizedWeights::Declared { quantization, skip }));
             }
         }
         Ok(None)

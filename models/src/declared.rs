@@ -29,9 +29,9 @@ impl Declared {
         layers: impl FnOnce(&mut ParamBuilder<'_>) -> Result<T>,
     ) -> Result<(Self, T)> {
         let trains = |name: &str| is_added(name) || options.trains(name, tower(name));
-        let packing = |name: &str| options.packed.of(name, tower(name));
+        let quantization = |name: &str| options.quantized.of(name, tower(name));
         let builder = ParamBuilder::new(&trains, options.lora.as_ref(), modules)?;
-        let mut params = builder.packing(&packing);
+        let mut params = builder.quantization(&quantization);
         let layers = layers(&mut params)?;
         let (spec, split_adapters) = params.finish_with_split()?;
         options.check(&spec)?;

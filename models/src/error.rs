@@ -87,15 +87,15 @@ pub enum ModelError {
         /// What is wrong with the word or expression.
         reason: String,
     },
-    /// A weight that is packed in the files would train. A packed weight has no values that an update could change.
-    #[error("{name} is packed in 4 or 8 bits and cannot train")]
-    PackedTrains {
+    /// A weight that is quantized in the files would train. A quantized weight has no values that an update could change.
+    #[error("{name} is quantized in 4 or 8 bits and cannot train")]
+    QuantizedTrains {
         /// Name of the weight.
         name: String,
     },
-    /// A run packs weights, but selects none that does not train.
-    #[error("no linear layer that does not train is selected to be packed")]
-    NothingPacked,
+    /// A run quantizes weights, but selects none that does not train.
+    #[error("no linear layer that does not train is selected to be quantized")]
+    NothingQuantized,
     /// An adapter target matches no adaptable layer, or one that cannot take an adapter.
     #[error("adapter target {target:?}: {reason}")]
     AdapterTarget {

@@ -88,7 +88,7 @@ mod tests {
             shape: Shape::new(shape),
             unit: UnitId(0),
             trainable: true,
-            packing: None,
+            quantization: None,
         }
     }
 

@@ -1,8 +1,8 @@
 //! Settings of a model for a run, for all families.
 
 use crate::lora::LoraConfig;
-use crate::packing::PackedWeights;
 use crate::params::is_added;
+use crate::quantization::QuantizedWeights;
 use crate::selection::Selection;
 use crate::{ModelError, Result, Tower};
 use engine::ModelSpec;
@@ -39,8 +39,8 @@ pub struct ModelOptions {
     /// Number of learned keys and values before each sample, per decoder layer (p-tuning v2); 0 for none.
     /// Only CogVLM, CogAgent and CogVLM2 support them.
     pub ptuning_tokens: usize,
-    /// Which frozen weights are packed in 4 or 8 bits.
-    pub packed: PackedWeights,
+    /// Which frozen weights are quantized in 4 or 8 bits.
+    pub quantized: QuantizedWeights,
 }
 
 impl ModelOptions {
@@ -56,7 +56,7 @@ impl ModelOptions {
             lora: None,
             rope_precision: RopePrecision::Model,
             ptuning_tokens: 0,
-            packed: PackedWeights::None,
+            quantized: QuantizedWeights::None,
         }
     }
 
@@ -103,17 +103,17 @@ impl ModelOptions {
         }
     }
 
-    /// Checks that every pattern in `train` and `freeze` matches a parameter of the base model, and that packed weights
+    /// Checks that every pattern in `train` and `freeze` matches a parameter of the base model, and that quantized weights
     /// do not train.
     ///
     /// # Errors
-    /// [`ModelError::Selection`] with the first pattern that matches none, or as [`PackedWeights::check`].
+    /// [`ModelError::Selection`] with the first pattern that matches none, or as [`QuantizedWeights::check`].
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let base = spec.params.iter().map(|param| &*param.name);
         let base = base.filter(|name| !is_added(name));
         for selection in [&self.train, &self.freeze].into_iter().flatten() {
             selection.check(base.clone())?;
         }
-        self.packed.check(spec)
+        self.quantized.check(spec)
     }
 }

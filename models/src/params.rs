@@ -6,7 +6,7 @@ use crate::lora::{LanguageModules, LoraConfig, TargetMatcher};
 use crate::nn::{FusedLinear, Linear};
 use crate::ops::{LinearParams, LoraParams};
 use engine::{ModelSpec, ParamId, ParamSpec, UnitId, UnitSpec};
-use kernels::{Packing, Shape};
+use kernels::{Quantization, Shape};
 use std::collections::BTreeMap;
 
 /// Prefix that peft puts before a module's path in the tensor names of an adapter file.
@@ -27,7 +27,7 @@ pub struct ParamBuilder<'a> {
     lora: Option<(&'a LoraConfig, TargetMatcher)>,
     adapters: usize,
     split: SplitAdapters,
-    packing: Option<&'a dyn Fn(&str) -> Option<Packing>>,
+    quantization: Option<&'a dyn Fn(&str) -> Option<Quantization>>,
 }
 
 /// Fused layers whose projections have one adapter each: path of the layer, and number of rows of each
@@ -75,14 +75,14 @@ impl<'a> ParamBuilder<'a> {
             lora,
             adapters: 0,
             split: SplitAdapters::new(),
-            packing: None,
+            quantization: None,
         })
     }
 
-    /// Packs weights of linear layers that do not train: `packing` decides by checkpoint name.
+    /// Quantizes weights of linear layers that do not train: `quantization` decides by checkpoint name.
     #[must_use]
-    pub fn packing(mut self, packing: &'a dyn Fn(&str) -> Option<Packing>) -> Self {
-        self.packing = Some(packing);
+    pub fn quantization(mut self, quantization: &'a dyn Fn(&str) -> Option<Quantization>) -> Self {
+        self.quantization = Some(quantization);
         self
     }
 
@@ -169,18 +169,18 @@ impl<'a> ParamScope<'_, 'a> {
             shape,
             unit: self.unit,
             trainable,
-            packing: None,
+            quantization: None,
         });
         id
     }
 
-    /// Declares the weight of a linear layer, which may be packed.
+    /// Declares the weight of a linear layer, which may be quantized.
     fn linear_weight(&mut self, shape: [usize; 2]) -> ParamId {
         let id = self.param("weight", shape);
-        let packing = self.builder.packing;
+        let quantization = self.builder.quantization;
         let param = &mut self.builder.spec.params[id.index()];
-        let frozen = packing.filter(|_| !param.trainable);
-        param.packing = frozen.and_then(|packing| packing(&param.name));
+        let frozen = quantization.filter(|_| !param.trainable);
+        param.quantization = frozen.and_then(|quantization| quantization(&param.name));
         id
     }
 

@@ -3,11 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
 use engine::{Offload, ParamId, Precision};
-use kernels::{Codebook, DType, Packing};
+use kernels::{Codebook, DType, Quantization};
 use models::lora::{LoraConfig, LoraTargets};
 use models::params::is_added;
 use models::selection::Selection;
-use models::{ModelOptions, PackedWeights, WeightSource, open_model, open_processor};
+use models::{ModelOptions, QuantizedWeights, WeightSource, open_model, open_processor};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
@@ -373,7 +373,7 @@ fn a_batch_divided_over_two_ranks_gives_its_stored_loss_and_gradients() {
     }
 }
 
-/// Packs whose weights are packed, saved by transformers, also with the `config.json` that transformers 5 writes.
+/// Packs whose weights are quantized, saved by transformers, also with the `config.json` that transformers 5 writes.
 #[test]
 fn packs_with_packed_weights_agree() {
     for name in [
@@ -399,12 +399,12 @@ fn packs_with_packed_weights_agree() {
                 open_model(dir, options).unwrap().spec().clone()
             };
             assert_eq!(shapes(copy.path()), shapes(&dir), "{name}");
-            assert!(PackedWeights::declared(copy.path()).unwrap().is_some());
+            assert!(QuantizedWeights::declared(copy.path()).unwrap().is_some());
         }
     }
 }
 
-/// Layouts of runs on packed weights: ZeRO stage, tiers, precision and ranks, each pair of values at least once.
+/// Layouts of runs on quantized weights: ZeRO stage, tiers, precision and ranks, each pair of values at least once.
 const PACKED_LAYOUTS: [(u8, bool, Precision, usize); 8] = [
     (0, false, Precision::F32, 1),
     (1, true, Precision::Bf16, 2),
@@ -416,20 +416,20 @@ const PACKED_LAYOUTS: [(u8, bool, Precision, usize); 8] = [
     (3, false, Precision::Bf16, 3),
 ];
 
-/// Adapters on packed weights have the bits of adapters on the weights that the packed ones stand for: every family in one
-/// layout and packing each, or, with TESSERA_EVERY_PACK, in all.
+/// Adapters on quantized weights have the bits of adapters on the weights that the quantized ones stand for: every family in one
+/// layout and quantization each, or, with TESSERA_EVERY_PACK, in all.
 #[test]
-fn packed_bases_have_the_bits_of_their_unpacked_ones() {
+fn quantized_bases_have_the_bits_of_their_dequantized_ones() {
     let every = std::env::var_os("TESSERA_EVERY_PACK").is_some();
-    let packings = [
-        Packing::four_bit(Codebook::Nf4, true),
-        Packing::four_bit(Codebook::Fp4, false),
-        Packing::Int8,
+    let quantizations = [
+        Quantization::four_bit(Codebook::Nf4, true),
+        Quantization::four_bit(Codebook::Fp4, false),
+        Quantization::Int8,
     ];
     for (i, dir) in Pack::built_in().into_iter().enumerate() {
         for (j, (stage, offloads, precision, world)) in PACKED_LAYOUTS.into_iter().enumerate() {
-            for (k, packing) in packings.into_iter().enumerate() {
-                if every || (j == i && k == i % packings.len()) {
+            for (k, quantization) in quantizations.into_iter().enumerate() {
+                if every || (j == i && k == i % quantizations.len()) {
                     let layout = Layout {
                         world,
                         stage,
@@ -437,15 +437,15 @@ fn packed_bases_have_the_bits_of_their_unpacked_ones() {
                         precision,
                         ..Layout::SINGLE
                     };
-                    packed_beside_unpacked(&dir, packing, layout);
+                    quantized_beside_dequantized(&dir, quantization, layout);
                 }
             }
         }
     }
 }
 
-fn packed_beside_unpacked(dir: &Path, packing: Packing, layout: Layout) {
-    let name = format!("{}, {packing}, {layout:?}", dir.display());
+fn quantized_beside_dequantized(dir: &Path, quantization: Quantization, layout: Layout) {
+    let name = format!("{}, {quantization}, {layout:?}", dir.display());
     let pack = Pack::read(dir).unwrap();
     let processor = open_processor(dir).unwrap();
     let case = pack.cases.iter().min_by_key(|case| {
@@ -477,8 +477,8 @@ fn packed_beside_unpacked(dir: &Path, packing: Packing, layout: Layout) {
         use_rslora: false,
         modules_to_save: Vec::new(),
     });
-    run.options.packed = PackedWeights::Chosen {
-        packing,
+    run.options.quantized = QuantizedWeights::Chosen {
+        quantization,
         modules: Some(Selection::parse(".*").unwrap()),
     };
     let model = open_model(dir, run.options.clone()).unwrap();
@@ -489,34 +489,34 @@ fn packed_beside_unpacked(dir: &Path, packing: Packing, layout: Layout) {
             run.start.insert(param.name.clone(), values);
         }
     }
-    let packings = model.spec().params.iter();
-    let packings: BTreeMap<String, Packing> = packings
-        .filter_map(|param| Some((param.name.clone(), param.stored_packing()?)))
+    let quantizations = model.spec().params.iter();
+    let quantizations: BTreeMap<String, Quantization> = quantizations
+        .filter_map(|param| Some((param.name.clone(), param.stored_quantization()?)))
         .collect();
     assert!(
-        packings.len() > 8,
-        "{name}: {} weights are packed",
-        packings.len()
+        quantizations.len() > 8,
+        "{name}: {} weights are quantized",
+        quantizations.len()
     );
-    let packed = run_trajectory(&pack, &run, layout).unwrap();
-    let unpacked = tempfile::tempdir().unwrap();
-    copy_files(dir, unpacked.path());
+    let quantized = run_trajectory(&pack, &run, layout).unwrap();
+    let dequantized = tempfile::tempdir().unwrap();
+    copy_files(dir, dequantized.path());
     let mut source = WeightSource::open(dir).unwrap();
-    source.pack_on_read(packings);
-    write_plain(&source, &unpacked.path().join("model.safetensors"));
+    source.quantize_on_read(quantizations);
+    write_plain(&source, &dequantized.path().join("model.safetensors"));
     let plain = Pack {
-        dir: unpacked.path().to_owned(),
+        dir: dequantized.path().to_owned(),
         ..pack
     };
-    run.options.packed = PackedWeights::None;
+    run.options.quantized = QuantizedWeights::None;
     let plain = run_trajectory(&plain, &run, layout).unwrap();
     assert!(
-        packed.losses == plain.losses,
-        "{name}: {packed:?} {plain:?}"
+        quantized.losses == plain.losses,
+        "{name}: {quantized:?} {plain:?}"
     );
-    assert!(packed.weights == plain.weights, "{name}");
+    assert!(quantized.weights == plain.weights, "{name}");
     assert!(
-        packed.losses[0].is_finite() && packed.losses[0] != packed.losses[2],
+        quantized.losses[0].is_finite() && quantized.losses[0] != quantized.losses[2],
         "{name}"
     );
 }

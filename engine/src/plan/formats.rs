@@ -2,7 +2,7 @@
 
 use super::{GroupKind, MASTER, Plan, Tier};
 use crate::spec::ParamSpec;
-use kernels::{DType, Packing};
+use kernels::{DType, Quantization};
 use optim::{Coverage, StateSlot};
 use std::fmt;
 
@@ -12,8 +12,8 @@ use std::fmt;
 pub struct Formats {
     /// Element type and tier of the weights.
     pub weights: (DType, Tier),
-    /// How frozen weights are packed, if any are.
-    pub packed: Option<Packing>,
+    /// How frozen weights are quantized, if any are.
+    pub quantized: Option<Quantization>,
     /// Element type in which ranks reduce gradients.
     pub reduced: DType,
     /// Element type of gradients summed over micro-batches, and the tier that stores the sums.
@@ -42,11 +42,11 @@ impl Plan {
         let slots = slots.map(|slot| (slot.name, slot.dtype));
         Formats {
             weights: (self.dtype_of(GroupKind::Trainable), config.offload.param),
-            packed: self
+            quantized: self
                 .spec()
                 .params
                 .iter()
-                .find_map(ParamSpec::stored_packing),
+                .find_map(ParamSpec::stored_quantization),
             reduced: DType::F32,
             accumulated: (config.grad_dtype(), config.offload.optimizer),
             optimizer: (
@@ -73,8 +73,10 @@ fn short(dtype: DType) -> String {
 impl fmt::Display for Formats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (weights, param) = self.weights;
-        let packed = self.packed.map(|packing| format!(" · packed {packing}"));
-        let packed = packed.unwrap_or_default();
+        let quantized = self
+            .quantized
+            .map(|quantization| format!(" · quantized {quantization}"));
+        let quantized = quantized.unwrap_or_default();
         let (accumulated, optimizer) = self.accumulated;
         let kept: Vec<String> = self
             .optimizer
@@ -84,7 +86,7 @@ impl fmt::Display for Formats {
             .collect();
         write!(
             f,
-            "weights {} ({}){packed} · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
+            "weights {} ({}){quantized} · gradients reduced in {}, summed in {} ({}) · {} ({}) · saved activations ({})",
             short(weights),
             place(param),
             short(self.reduced),

@@ -17,7 +17,7 @@ pub const MASTER: &str = "master";
 /// Content of an inventory [`Row`]: weights, gradients, one optimizer state, or a gradient buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stored {
-    /// Weights of a unit's trainable, frozen or packed parameters.
+    /// Weights of a unit's trainable, frozen or quantized parameters.
     Weights(GroupKind),
     /// Gradients of a unit, summed over micro-batches.
     Gradients,
@@ -39,7 +39,7 @@ pub struct Row {
     /// Whether this row is the second copy of a state. The optimizer in backward writes the second copy while
     /// the first stays unchanged.
     pub spare: bool,
-    /// Range of stored values: elements in the flat buffer of the unit's trainable, frozen or packed parameters, divided
+    /// Range of stored values: elements in the flat buffer of the unit's trainable, frozen or quantized parameters, divided
     /// by `per`.
     pub range: Range<usize>,
     /// Elements of the flat buffer that share one stored value: 1, or those of a block.
@@ -88,12 +88,12 @@ pub(crate) fn disk_phase(range: &Range<usize>, dtype: DType) -> u64 {
 }
 
 impl Plan {
-    /// Element type of a parameter group's flat buffer; bytes if its parameters are packed.
+    /// Element type of a parameter group's flat buffer; bytes if its parameters are quantized.
     #[must_use]
     pub fn dtype_of(&self, group: GroupKind) -> DType {
         match group {
             GroupKind::Trainable | GroupKind::Frozen => self.config().precision.weight_dtype(),
-            GroupKind::Packed => DType::U8,
+            GroupKind::Quantized => DType::U8,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Layout: the offset of every parameter in its unit, and the division of units among ranks.
 //!
-//! A unit has three parameter groups, trainable, frozen and packed, each one flat buffer. A buffer is padded to divide
-//! into equal shards. Every parameter and every shard starts at a 128-byte boundary in f32, and in bytes if it is packed.
+//! A unit has three parameter groups, trainable, frozen and quantized, each one flat buffer. A buffer is padded to divide
+//! into equal shards. Every parameter and every shard starts at a 128-byte boundary in f32, and in bytes if it is quantized.
 //! Where optimizer states are stored in blocks, trainable parameters and shards start at block borders, and parameters
 //! without blocks come first.
 
@@ -15,10 +15,10 @@ pub const ALIGN_ELEMS: usize = 32;
 /// the disk.
 const FIRST_BLOCK_ALIGN: usize = 4096;
 
-/// As [`ALIGN_ELEMS`], of packed parameters, whose elements are bytes.
-pub const PACKED_ALIGN_BYTES: usize = 128;
+/// As [`ALIGN_ELEMS`], of quantized parameters, whose elements are bytes.
+pub const QUANTIZED_ALIGN_BYTES: usize = 128;
 
-/// Kind of a parameter group: the trainable, the frozen or the packed parameters of a unit, in one flat buffer.
+/// Kind of a parameter group: the trainable, the frozen or the quantized parameters of a unit, in one flat buffer.
 /// Each unit has one group of each kind, which may be empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum GroupKind {
@@ -27,20 +27,20 @@ pub enum GroupKind {
     /// Parameters that are never updated.
     Frozen,
     /// Frozen parameters stored in fewer bits. Elements of the group's buffer are bytes.
-    Packed,
+    Quantized,
 }
 
 impl GroupKind {
     /// All kinds of parameter groups, trainable first.
-    pub const ALL: [Self; 3] = [Self::Trainable, Self::Frozen, Self::Packed];
+    pub const ALL: [Self; 3] = [Self::Trainable, Self::Frozen, Self::Quantized];
 
     /// Kind of the group that stores the parameter.
     #[must_use]
     pub fn of(param: &ParamSpec) -> Self {
-        match (param.trainable, param.stored_packing()) {
+        match (param.trainable, param.stored_quantization()) {
             (true, _) => Self::Trainable,
             (false, None) => Self::Frozen,
-            (false, Some(_)) => Self::Packed,
+            (false, Some(_)) => Self::Quantized,
         }
     }
 
@@ -48,7 +48,7 @@ impl GroupKind {
     pub(crate) const fn align_elems(self) -> usize {
         match self {
             Self::Trainable | Self::Frozen => ALIGN_ELEMS,
-            Self::Packed => PACKED_ALIGN_BYTES,
+            Self::Quantized => QUANTIZED_ALIGN_BYTES,
         }
     }
 }
@@ -188,7 +188,7 @@ impl GroupLayout {
 }
 
 /// Layout of one unit (parameters that are gathered together, usually one layer): its trainable, its
-/// frozen and its packed parameters.
+/// frozen and its quantized parameters.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitPlan {
     /// Id of the unit whose layout this is.
@@ -197,8 +197,8 @@ pub struct UnitPlan {
     pub trainable: GroupLayout,
     /// Layout of the unit's frozen parameters in their flat buffer.
     pub frozen: GroupLayout,
-    /// Layout of the unit's packed parameters in their flat buffer, in bytes.
-    pub packed: GroupLayout,
+    /// Layout of the unit's quantized parameters in their flat buffer, in bytes.
+    pub quantized: GroupLayout,
     /// Whether backward visits the unit: it has trainable parameters, or a previous unit does.
     pub needs_backward: bool,
 }
@@ -210,7 +210,7 @@ impl UnitPlan {
         match kind {
             GroupKind::Trainable => &self.trainable,
             GroupKind::Frozen => &self.frozen,
-            GroupKind::Packed => &self.packed,
+            GroupKind::Quantized => &self.quantized,
         }
     }
 }
@@ -237,13 +237,13 @@ pub(super) fn plan_units(spec: &ModelSpec, world_size: usize, in_blocks: bool) -
                 let members = members.map(|(id, p)| (id, p.stored_shape().elems()));
                 GroupLayout::new(members, world_size, kind.align_elems())
             };
-            let [trainable, frozen, packed] = GroupKind::ALL.map(group);
+            let [trainable, frozen, quantized] = GroupKind::ALL.map(group);
             trained_before |= !trainable.is_empty();
             UnitPlan {
                 id,
                 trainable,
                 frozen,
-                packed,
+                quantized,
                 needs_backward: trained_before,
             }
         })

@@ -37,8 +37,8 @@ pub struct MemoryReport {
     /// Bytes of master weights and optimizer states, by tier.
     pub optimizer: TierBytes,
     /// Largest number of bytes of whole weights that are gathered or copied to the device at once: those in
-    /// use and those prefetched; and those of one unit that a lease unpacks. 0 if the device stores all weights whole and
-    /// none packed.
+    /// use and those prefetched; and those of one unit that a lease dequantizes. 0 if the device stores all weights whole and
+    /// none quantized.
     pub gathered: u64,
     /// Largest number of bytes of gradient buckets on the device at once. A bucket contains the f32 gradients
     /// of one unit until ranks have reduced them.
@@ -138,10 +138,10 @@ impl Plan {
         bytes.sum::<usize>() as u64
     }
 
-    /// Bytes of the weights that a lease of `unit` unpacks.
-    fn unpacked_bytes(&self, unit: &UnitPlan) -> u64 {
+    /// Bytes of the weights that a lease of `unit` dequantizes.
+    fn dequantized_bytes(&self, unit: &UnitPlan) -> u64 {
         let size = self.config().precision.weight_dtype().size_bytes();
-        let params = unit.packed.slots.iter().map(|slot| slot.param.index());
+        let params = unit.quantized.slots.iter().map(|slot| slot.param.index());
         let elems = params.map(|param| self.spec().params[param].shape.elems());
         (elems.sum::<usize>() * size) as u64
     }
@@ -160,8 +160,8 @@ impl Plan {
             part.add(row.tier, row.bytes());
         }
         let config = self.config();
-        let unpacked = self.units().iter().map(|unit| self.unpacked_bytes(unit));
-        report.gathered = unpacked.max().unwrap_or(0);
+        let dequantized = self.units().iter().map(|unit| self.dequantized_bytes(unit));
+        report.gathered = dequantized.max().unwrap_or(0);
         if self.leases_copy() {
             let gathered = self.units().iter().map(|unit| {
                 let groups = GroupKind::ALL.into_iter();

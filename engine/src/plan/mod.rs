@@ -17,7 +17,7 @@ mod spill;
 pub use formats::Formats;
 pub(crate) use inventory::disk_phase;
 pub use inventory::{MASTER, Row, Stored};
-pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, PACKED_ALIGN_BYTES, Slot, UnitPlan};
+pub use layout::{ALIGN_ELEMS, GroupKind, GroupLayout, QUANTIZED_ALIGN_BYTES, Slot, UnitPlan};
 pub use memory::{MemoryReport, TierBytes};
 pub(crate) use optimizer_overlap::JOBS;
 pub use optimizer_overlap::OptimizerInBackward;

@@ -111,7 +111,7 @@ mod tests {
                 shape: Shape::new(&[4]),
                 unit: UnitId(i as u32),
                 trainable: i >= trained,
-                packing: None,
+                quantization: None,
             });
         }
         assert_eq!(spec.find("p0"), Some(ParamId(0)));

@@ -12,7 +12,7 @@ use std::ops::Range;
 const PAGE_BYTES: u64 = 4096;
 
 /// Parameter groups that can be shared.
-const FROZEN: [GroupKind; 2] = [GroupKind::Frozen, GroupKind::Packed];
+const FROZEN: [GroupKind; 2] = [GroupKind::Frozen, GroupKind::Quantized];
 
 impl Plan {
     /// Whether the ranks, all on one machine, store one copy of the frozen weights together. Without it, each rank stores

@@ -64,7 +64,7 @@ pub(super) fn cut(
     slice.check(units.len())?;
     let own = slice.units(slice.stage);
     for unit in units.iter_mut().filter(|unit| !own.contains(&unit.id.0)) {
-        for group in [&mut unit.trainable, &mut unit.frozen, &mut unit.packed] {
+        for group in [&mut unit.trainable, &mut unit.frozen, &mut unit.quantized] {
             *group = GroupLayout::default();
         }
     }
@@ -141,7 +141,7 @@ mod tests {
             shape: Shape::new(&[100 + i as usize]),
             unit: UnitId(i),
             trainable: i != 0,
-            packing: None,
+            quantization: None,
         };
         ModelSpec {
             units: (0..5).map(unit).collect(),

@@ -292,7 +292,7 @@ fn spec(bridge: &dyn TensorBridge) -> (ModelSpec, Vec<optim::GroupOptions>) {
                 shape: Shape::new(&[tensor.elems]),
                 unit: UnitId(unit),
                 trainable: true,
-                packing: None,
+                quantization: None,
             });
         }
     }

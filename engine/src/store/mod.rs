@@ -501,7 +501,7 @@ impl Store {
             let name = match kind {
                 GroupKind::Trainable => "gather",
                 GroupKind::Frozen => "gather-frozen",
-                GroupKind::Packed => "gather-packed",
+                GroupKind::Quantized => "gather-quantized",
             };
             let tag = CommTag::new(name, unit.0);
             let op = Collective::new(CollectiveKind::AllGather, dtype, tag)
@@ -717,7 +717,7 @@ impl Store {
     }
 
     /// Makes the weights of `unit` readable: tensors in the shapes that parameters are stored in, ascending by
-    /// parameter. Packed ones are bytes.
+    /// parameter. Quantized ones are bytes.
     pub(crate) fn lease(&mut self, unit: UnitId, phase: Phase) -> Result<Vec<(ParamId, Tensor)>> {
         self.advance_to(Entry { unit, phase })?;
         self.make_resident(unit)?;

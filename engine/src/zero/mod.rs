@@ -269,7 +269,7 @@ impl Zero {
 
     /// Fills this rank's weights and master weights with f32 values from the callback `read`. A call receives
     /// a parameter, a range of its elements, and the buffer to fill with their values. It is called only for
-    /// elements that this rank stores, at most 2^20 at a time. Of a packed parameter it reads all elements and packs
+    /// elements that this rank stores, at most 2^20 at a time. Of a quantized parameter it reads all elements and quantizes
     /// them, so a rank has one such parameter whole in memory at a time. If the ranks share frozen weights
     /// ([`Plan::shares_frozen`]), all must call it.
     ///
@@ -282,25 +282,25 @@ impl Zero {
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
-        self.load_packed(read, |_, _| Ok(false))
+        self.load_quantized(read, |_, _| Ok(false))
     }
 
-    /// As [`Zero::load`], for weights that may be packed in their files. The callback `packed` receives a packed
+    /// As [`Zero::load`], for weights that may be quantized in their files. The callback `quantized` receives a quantized
     /// parameter and its bytes. It fills them and returns true, or returns false if the file has plain values.
     ///
     /// # Errors
-    /// As [`Zero::load`], and when `packed` fails.
-    pub fn load_packed<E>(
+    /// As [`Zero::load`], and when `quantized` fails.
+    pub fn load_quantized<E>(
         &mut self,
         read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
-        packed: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
+        quantized: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
     ) -> Result<()>
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
         self.finish_updates()?;
         self.store.get_mut().open_shared()?;
-        let loaded = self.load_units(read, packed);
+        let loaded = self.load_units(read, quantized);
         loaded.inspect_err(|error| {
             // Otherwise the other ranks would wait for this one.
             if self.plan.shared_bytes() > 0 {
@@ -338,7 +338,7 @@ impl Zero {
     fn load_units<E>(
         &mut self,
         mut read: impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
-        mut packed: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
+        mut quantized: impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
     ) -> Result<()>
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -346,7 +346,7 @@ impl Zero {
         let plan = self.plan.clone();
         let mut chunk = Vec::new();
         for unit in plan.units() {
-            self.load_packed_group(unit, &mut read, &mut packed)?;
+            self.load_quantized_group(unit, &mut read, &mut quantized)?;
             for kind in [GroupKind::Trainable, GroupKind::Frozen] {
                 let resting = self.store.get_mut().resting(unit.id, kind);
                 let pieces: Vec<_> = unit
@@ -378,36 +378,36 @@ impl Zero {
         Ok(())
     }
 
-    /// Fills this rank's part of a unit's packed parameters, one parameter after the other.
-    fn load_packed_group<E>(
+    /// Fills this rank's part of a unit's quantized parameters, one parameter after the other.
+    fn load_quantized_group<E>(
         &mut self,
         unit: &UnitPlan,
         read: &mut impl FnMut(ParamId, Range<usize>, &mut [f32]) -> Result<(), E>,
-        packed: &mut impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
+        quantized: &mut impl FnMut(ParamId, &mut [u8]) -> Result<bool, E>,
     ) -> Result<()>
     where
         E: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
-        let resting = self.store.get_mut().resting(unit.id, GroupKind::Packed);
+        let resting = self.store.get_mut().resting(unit.id, GroupKind::Quantized);
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
-        for (slot, part) in unit.packed.parts(resting.clone()) {
+        for (slot, part) in unit.quantized.parts(resting.clone()) {
             let spec = &self.plan.spec().params[slot.param.index()];
-            let (shape, packing) = (spec.shape, spec.stored_packing());
+            let (shape, quantization) = (spec.shape, spec.stored_quantization());
             bytes.clear();
             bytes.resize(slot.len, 0);
-            let filled = packed(slot.param, &mut bytes);
+            let filled = quantized(slot.param, &mut bytes);
             let filled = filled.map_err(|source| self.load_error(slot.param, source))?;
-            if let (false, Some(packing)) = (filled, packing) {
+            if let (false, Some(quantization)) = (filled, quantization) {
                 values.resize(shape.elems(), 0.0);
                 for elements in region_chunks(0..shape.elems(), LOAD_CHUNK_ELEMS) {
                     let loaded = read(slot.param, elements.clone(), &mut values[elements]);
                     loaded.map_err(|source| self.load_error(slot.param, source))?;
                 }
-                packing.pack(&values, shape, &mut bytes);
+                quantization.quantize(&values, shape, &mut bytes);
             }
             let own = part.start - slot.offset..part.end - slot.offset;
             let weights = self.store.get_mut();
-            let weights = weights.weights_mut(unit.id, GroupKind::Packed)?;
+            let weights = weights.weights_mut(unit.id, GroupKind::Quantized)?;
             weights.write(part.start - resting.start, &bytes[own])?;
         }
         Ok(())
@@ -654,8 +654,8 @@ impl Zero {
         prefetched.reserve(next, &self.plan, &*self.backend)
     }
 
-    /// Unpacks the packed weights of a lease. They exist until the lease and what uses them end.
-    fn unpack(
+    /// Dequantizes the quantized weights of a lease. They exist until the lease and what uses them end.
+    fn dequantize(
         &self,
         backend: &dyn Backend,
         mut params: Vec<(ParamId, Tensor)>,
@@ -663,8 +663,8 @@ impl Zero {
         let dtype = self.plan.config().precision.weight_dtype();
         for (id, weight) in &mut params {
             let spec = &self.plan.spec().params[id.index()];
-            if let Some(packing) = spec.stored_packing() {
-                *weight = backend.unpack(weight, packing, spec.shape, dtype)?;
+            if let Some(quantization) = spec.stored_quantization() {
+                *weight = backend.dequantize(weight, quantization, spec.shape, dtype)?;
             }
         }
         Ok(params)
@@ -676,8 +676,8 @@ impl Zero {
         let mut params = self.store.borrow_mut().lease(unit, phase)?;
         let pool = self.tiers.device.clone();
         params = match self.tiers.counters() {
-            Some(_) => self.unpack(&MetaBackend::new(pool), params)?,
-            None => self.unpack(&CpuBackend::new(pool), params)?,
+            Some(_) => self.dequantize(&MetaBackend::new(pool), params)?,
+            None => self.dequantize(&CpuBackend::new(pool), params)?,
         };
         Ok(lease_of(self, unit, phase, params))
     }
@@ -710,7 +710,7 @@ impl ParamAccess for Zero {
         if self.discrete {
             params = self.upload(unit, params)?;
         }
-        params = self.unpack(&*self.backend, params)?;
+        params = self.dequantize(&*self.backend, params)?;
         self.label_device(Some((unit, phase)))?;
         self.leased_at.set(self.trace().now());
         Ok(lease_of(self, unit, phase, params))

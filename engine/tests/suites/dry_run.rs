@@ -5,11 +5,11 @@ use engine::{
     ParamSpec, PassKind, Phase, Plan, Precision, Stage, Tier, Tiers, UnitId, UnitSpec, Zero,
     ZeroConfig,
 };
-use kernels::{Backend, Codebook, CpuBackend, Packing, Pool, PoolStats, Tag, Tensor};
+use kernels::{Backend, Codebook, CpuBackend, Pool, PoolStats, Quantization, Tag, Tensor};
 use optim::{AdamW, Bf16Storage, GroupOptions, MomentDtype, Optimizer, PureBf16};
 use std::sync::Arc;
 
-/// Elements of the parameters of each unit; the second one is frozen where the unit is odd, and packed in unit 3.
+/// Elements of the parameters of each unit; the second one is frozen where the unit is odd, and quantized in unit 3.
 const UNITS: [[usize; 2]; 5] = [
     [90_000, 3_000],
     [60_000, 40_000],
@@ -32,7 +32,8 @@ fn spec() -> ModelSpec {
                 shape: [*elems].as_slice().into(),
                 unit: UnitId(u as u32),
                 trainable: i == 0 || u % 2 == 0,
-                packing: (u == 3 && i == 1).then_some(Packing::four_bit(Codebook::Nf4, true)),
+                quantization: (u == 3 && i == 1)
+                    .then_some(Quantization::four_bit(Codebook::Nf4, true)),
             });
         }
     }

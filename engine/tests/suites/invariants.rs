@@ -6,7 +6,7 @@ use crate::toy::{
 };
 use engine::access::LeaseOwner;
 use engine::{EngineError, Offload, ParamAccess, PassKind, Phase, Precision, Tier, UnitId};
-use kernels::{Codebook, Packing, Shape};
+use kernels::{Codebook, Quantization, Shape};
 use std::time::{Duration, Instant};
 
 /// Relative L2 of f32 weights after six Adam steps when the summation order differs between world
@@ -57,15 +57,15 @@ fn weights_are_bit_identical_across_stages_and_tiers() {
     }
 }
 
-/// Frozen units whose matrices are packed, in every precision, stage and tier, have the bits of frozen units with the
-/// values that the packed ones stand for. The ranks share them where the tier allows.
+/// Frozen units whose matrices are quantized, in every precision, stage and tier, have the bits of frozen units with the
+/// values that the quantized ones stand for. The ranks share them where the tier allows.
 #[test]
-fn packed_weights_train_as_the_values_that_they_stand_for() {
+fn quantized_weights_train_as_the_values_that_they_stand_for() {
     let shape = Shape::new(&[toy::WIDTH, toy::WIDTH]);
-    let packings = [
-        Packing::four_bit(Codebook::Nf4, true),
-        Packing::four_bit(Codebook::Fp4, false),
-        Packing::Int8,
+    let quantizations = [
+        Quantization::four_bit(Codebook::Nf4, true),
+        Quantization::four_bit(Codebook::Fp4, false),
+        Quantization::Int8,
     ];
     let precisions = [
         Precision::F32,
@@ -73,7 +73,7 @@ fn packed_weights_train_as_the_values_that_they_stand_for() {
         Precision::Fp16,
         Precision::PureBf16,
     ];
-    let run = |case: &Case, packing: Packing| {
+    let run = |case: &Case, quantization: Quantization| {
         let mut results = run_world(case.world, |comm| {
             let mut zero = engine_for(case, comm).unwrap();
             zero.load(|id, range, out| {
@@ -82,11 +82,11 @@ fn packed_weights_train_as_the_values_that_they_stand_for() {
                 let unit = id.index() / 2;
                 if id.index() % 2 == 0
                     && case.frozen_units.contains(&unit)
-                    && case.packing.is_none()
+                    && case.quantization.is_none()
                 {
-                    let mut bytes = vec![0; packing.bytes(shape)];
-                    packing.pack(&whole, shape, &mut bytes);
-                    packing.unpack(&bytes, shape, &mut values);
+                    let mut bytes = vec![0; quantization.bytes(shape)];
+                    quantization.quantize(&whole, shape, &mut bytes);
+                    quantization.dequantize(&bytes, shape, &mut values);
                 }
                 out.copy_from_slice(&values[range]);
                 Ok::<_, std::io::Error>(())
@@ -106,21 +106,25 @@ fn packed_weights_train_as_the_values_that_they_stand_for() {
         });
         results.remove(0)
     };
-    for (precision, packing) in precisions.into_iter().zip(packings.into_iter().cycle()) {
+    for (precision, quantization) in precisions
+        .into_iter()
+        .zip(quantizations.into_iter().cycle())
+    {
         for world in [1, 3] {
             let mut plain = Case::new(world, 0).precision(precision);
             (plain.frozen_units, plain.steps) = (vec![0, 1, 3], 2);
-            let reference = run(&plain, packing);
+            let reference = run(&plain, quantization);
             for stage in 0..=3 {
                 for offload in OFFLOADS {
                     let mut case = Case::new(world, stage).precision(precision);
                     (case.frozen_units, case.steps) = (vec![0, 1, 3], 2);
                     case = case.offload(offload);
-                    case.packing = Some(packing);
+                    case.quantization = Some(quantization);
                     case.config.shares_host_memory = true;
-                    let name =
-                        format!("{packing} {precision:?} world {world} stage {stage} {offload:?}");
-                    assert_eq!(run(&case, packing), reference, "{name}");
+                    let name = format!(
+                        "{quantization} {precision:?} world {world} stage {stage} {offload:?}"
+                    );
+                    assert_eq!(run(&case, quantization), reference, "{name}");
                 }
             }
         }

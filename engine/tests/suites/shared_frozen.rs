@@ -7,7 +7,7 @@ use engine::{
     EngineError, ModelSpec, Offload, OptimizerConfig, ParamAccess, ParamSpec, PassKind, Phase,
     Plan, Stage, Tier, Tiers, UnitId, UnitSpec, Zero, ZeroConfig,
 };
-use kernels::{Backend, Codebook, CpuBackend, Packing, Pool};
+use kernels::{Backend, Codebook, CpuBackend, Pool, Quantization};
 use optim::{AdamW, GroupOptions, Optimizer};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,14 +15,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
-/// A toy with two frozen units, whose matrices are packed.
+/// A toy with two frozen units, whose matrices are quantized.
 fn case(stage: u8, param: Tier, shares: bool) -> Case {
     let mut case = Case::new(3, stage).offload(Offload {
         param,
         ..Offload::default()
     });
     case.frozen_units = vec![1, 3];
-    case.packing = Some(Packing::four_bit(Codebook::Nf4, true));
+    case.quantization = Some(Quantization::four_bit(Codebook::Nf4, true));
     case.config.shares_host_memory = shares;
     case.steps = 2;
     case
@@ -51,12 +51,12 @@ fn collectives(case: &Case) -> BTreeMap<&'static str, usize> {
 fn no_collective_gathers_shared_frozen_weights() {
     for stage in 0..=3 {
         let shared = collectives(&case(stage, Tier::Host, true));
-        for tag in ["gather-frozen", "gather-packed"] {
+        for tag in ["gather-frozen", "gather-quantized"] {
             assert!(!shared.contains_key(tag), "stage {stage}: {tag}");
         }
         assert_eq!(shared.contains_key("gather"), stage == 3);
         let private = collectives(&case(stage, Tier::Host, false));
-        assert_eq!(private.contains_key("gather-packed"), stage == 3);
+        assert_eq!(private.contains_key("gather-quantized"), stage == 3);
     }
 }
 
@@ -96,7 +96,7 @@ fn shared_weights_on_disk_are_gathered_in_every_stage() {
     for stage in 0..=3 {
         let shared = collectives(&case(stage, Tier::Nvme, true));
         let private = collectives(&case(3, Tier::Nvme, false));
-        for tag in ["gather-frozen", "gather-packed"] {
+        for tag in ["gather-frozen", "gather-quantized"] {
             assert_eq!(shared[tag], private[tag], "stage {stage} {tag}");
         }
     }
@@ -203,7 +203,7 @@ fn large(frozen: usize, elems: usize) -> ModelSpec {
             shape: [if unit == 0 { 64 } else { elems }].as_slice().into(),
             unit: UnitId(unit as u32),
             trainable: unit == 0,
-            packing: None,
+            quantization: None,
         });
     }
     spec

@@ -23,8 +23,8 @@ use crate::backend::{
 };
 use crate::check;
 use crate::error::Result;
-use crate::packed::Packing;
 use crate::pool::{Pool, Tag};
+use crate::quantized::Quantization;
 use crate::{DType, Shape, Tensor, TensorMut};
 
 /// CPU device: operations on host memory, on the threads of the caller's rayon pool.
@@ -125,17 +125,17 @@ impl Backend for CpuBackend {
         self.cast_op(x, dtype)
     }
 
-    fn unpack(
+    fn dequantize(
         &self,
-        packed: &Tensor,
-        packing: Packing,
+        quantized: &Tensor,
+        quantization: Quantization,
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor> {
-        check::unpack(packed, packing, shape, dtype)?;
-        check::values("unpack", &[packed])?;
+        check::dequantize(quantized, quantization, shape, dtype)?;
+        check::values("dequantize", &[quantized])?;
         let mut out = TensorMut::new(&self.pool, Tag::Gathered, shape, dtype)?;
-        floats!(dtype, T => packing.unpack(packed.as_bytes(), shape, out.as_mut_slice::<T>()));
+        floats!(dtype, T => quantization.dequantize(quantized.as_bytes(), shape, out.as_mut_slice::<T>()));
         Ok(out.freeze())
     }
 

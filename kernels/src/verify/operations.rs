@@ -1,7 +1,7 @@
 //! Every operation of a backend, in every dtype and in mixtures, on small operands.
 
 use super::{Check, Compare, Input, numbers};
-use crate::cuda::ops::unpack::PACKINGS;
+use crate::cuda::ops::unpack::QUANTIZATIONS;
 use crate::{
     AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
     AttentionArgs, Backend, DType, Direction, DropoutArgs, Gelu, GroupedMatmulArgs, IGNORED_LABEL,
@@ -140,19 +140,24 @@ fn elements(dtype: DType) -> Vec<Check> {
             move |b, x| Ok(vec![b.cast(&x[0], to)?]),
         ));
     }
-    for packing in PACKINGS {
+    for quantization in QUANTIZATIONS {
         checks.push(Check::new(
-            format!("unpack {packing} to {dtype}"),
+            format!("dequantize {quantization} to {dtype}"),
             [],
             Compare::Bits,
             move |b, _| {
                 let shape = Shape::new(&[9, 70]);
                 let values = numbers::normal(0, shape.elems());
-                let mut packed = vec![0; packing.bytes(shape)];
-                packing.pack(&values, shape, &mut packed);
-                let bytes = Shape::new(&[packed.len()]);
-                let packed = b.upload(&packed, bytes, DType::U8, Tag::Gathered)?;
-                Ok(vec![b.unpack(&packed, packing, shape, dtype)?])
+                let mut quantized = vec![0; quantization.bytes(shape)];
+                quantization.quantize(&values, shape, &mut quantized);
+                let bytes = Shape::new(&[quantized.len()]);
+                let quantized = b.upload(&quantized, bytes, DType::U8, Tag::Gathered)?;
+                Ok(vec![b.dequantize(
+                    &quantized,
+                    quantization,
+                    shape,
+                    dtype,
+                )?])
             },
         ));
     }

@@ -39,19 +39,19 @@ pub struct ExportArgs {
     /// Write the whole model with adapters and trained parts merged, instead of the adapter
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub merge: Option<bool>,
-    /// Pack linear layers in 4 or 8 bits, in files that transformers and bitsandbytes read
+    /// Quantize linear layers in 4 or 8 bits, in files that transformers and bitsandbytes read
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<QuantizeFormat>,
-    /// Pack the scales of 4-bit weights too (double quantization)
+    /// Quantize the scales of 4-bit weights too (double quantization)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub quantize_double: Option<bool>,
-    /// Parts whose linear layers are packed, or all; the default is the language model
+    /// Parts whose linear layers are quantized, or all; the default is the language model
     #[arg(long, value_name = "PARTS")]
     pub quantize_modules: Option<String>,
-    /// Write plain weights of a model directory that is packed
+    /// Write plain weights of a model directory that is quantized
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub dequantize: Option<bool>,
-    /// Weights that are merged into: those that the run trained beside, or those of --model before they were packed
+    /// Weights that are merged into: those that the run trained beside, or those of --model before they were quantized
     #[arg(long, value_enum, value_name = "WHICH")]
     pub merge_base: Option<MergeBase>,
     /// Number format of the weights; by default that of the base model

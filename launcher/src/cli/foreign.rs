@@ -51,7 +51,7 @@ const NO_PYTHON: Both = both(
     "本程序不使用 Python 和 torch",
 );
 const UNPACKED: Both = both(
-    "packed weights are unpacked to the format that --precision names",
+    "quantized weights are dequantized to the format that --precision names",
     "压缩存储的权重会解压为 --precision 指定的格式",
 );
 const WEIGHTS_ALONE: Both = both(

@@ -323,9 +323,9 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub rope_precision: Option<RopeChoice>,
-    /// Pack frozen linear layers in 4 or 8 bits (QLoRA): nf4, fp4, int8
+    /// Quantize frozen linear layers in 4 or 8 bits (QLoRA): nf4, fp4, int8
     ///
-    /// Weights are packed while they are loaded. A model directory that bitsandbytes packed needs no flag; none unpacks it.
+    /// Weights are quantized while they are loaded. A model directory that bitsandbytes quantized needs no flag; none dequantizes it.
     #[arg(
         long,
         value_enum,
@@ -333,10 +333,10 @@ pub struct Args {
         help_heading = "Memory and ranks"
     )]
     pub quantize: Option<QuantizeFormat>,
-    /// Pack the scales of 4-bit weights too (double quantization)
+    /// Quantize the scales of 4-bit weights too (double quantization)
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Memory and ranks")]
     pub quantize_double: Option<bool>,
-    /// Parts whose linear layers are packed, written as for --train, or all; the default is the language model
+    /// Parts whose linear layers are quantized, written as for --train, or all; the default is the language model
     #[arg(long, value_name = "PARTS", help_heading = "Memory and ranks")]
     pub quantize_modules: Option<String>,
     /// `--load-in-4bit true` is `--quantize nf4`

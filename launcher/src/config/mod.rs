@@ -382,7 +382,7 @@ pub struct RunConfig {
     pub numbers: Numbers,
     /// Whether the angles of rotary position embeddings are rounded as in the model's own code, or stay in f32.
     pub rope_precision: RopeChoice,
-    /// How frozen linear layers are packed. `None`: as in the model's files.
+    /// How frozen linear layers are quantized. `None`: as in the model's files.
     #[serde(default)]
     pub quantize: Option<Quantize>,
     /// Limit on the host memory of all ranks of one machine together, in bytes. `None`: no limit besides the

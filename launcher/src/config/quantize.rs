@@ -1,7 +1,7 @@
-//! Packed base weights: `--quantize` and what belongs to it.
+//! Quantized base weights: `--quantize` and what belongs to it.
 
 use clap::ValueEnum;
-use kernels::{Codebook, Packing};
+use kernels::{Codebook, Quantization};
 use serde::{Deserialize, Serialize};
 
 /// `--quantize`: number format of frozen linear layers.
@@ -14,38 +14,38 @@ pub enum QuantizeFormat {
     Fp4,
     /// 8 bits, a scale per row.
     Int8,
-    /// The run's number format, also for weights that the files pack.
+    /// The run's number format, also for weights that the files quantize.
     None,
 }
 
 /// `export --merge-base`: base weights that adapters are merged into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MergeBase {
-    /// The values that the packed weights of the run stand for.
+    /// The values that the quantized weights of the run stand for.
     Trained,
-    /// The weights before they were packed.
+    /// The weights before they were quantized.
     Original,
 }
 
-/// How a run packs its base weights.
+/// How a run quantizes its base weights.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantize {
     /// Number format.
     pub format: QuantizeFormat,
-    /// Whether the scales of 4-bit weights are packed too.
+    /// Whether the scales of 4-bit weights are quantized too.
     pub double: bool,
-    /// Parts whose linear layers are packed, as the user wrote them; `None` for the language model.
+    /// Parts whose linear layers are quantized, as the user wrote them; `None` for the language model.
     pub modules: Option<String>,
 }
 
 impl Quantize {
-    /// Packing of the selected weights; `None` for plain weights.
+    /// Quantization of the selected weights; `None` for plain weights.
     #[must_use]
-    pub fn packing(&self) -> Option<Packing> {
+    pub fn quantization(&self) -> Option<Quantization> {
         Some(match self.format {
-            QuantizeFormat::Nf4 => Packing::four_bit(Codebook::Nf4, self.double),
-            QuantizeFormat::Fp4 => Packing::four_bit(Codebook::Fp4, self.double),
-            QuantizeFormat::Int8 => Packing::Int8,
+            QuantizeFormat::Nf4 => Quantization::four_bit(Codebook::Nf4, self.double),
+            QuantizeFormat::Fp4 => Quantization::four_bit(Codebook::Fp4, self.double),
+            QuantizeFormat::Int8 => Quantization::Int8,
             QuantizeFormat::None => return None,
         })
     }

@@ -14,7 +14,7 @@ use models::image::ImageError;
 use models::processor::ProcessorError;
 use models::text::{TemplateError, TokenizerError};
 use models::torch_file::TorchError;
-use models::weights::PackedFault;
+use models::weights::QuantizationFault;
 use models::{ModelError, OpenError, WeightError};
 use optim::OptimError;
 
@@ -97,8 +97,8 @@ fn weights(error: &WeightError) -> Option<String> {
         } => {
             format!("张量 {name} 的 {elems} 个值中有 {count} 个不是有限值")
         }
-        WeightError::Packed { name, fault } => {
-            format!("无法读取压缩存储的权重 {name}：{}", packed(fault))
+        WeightError::Quantized { name, fault } => {
+            format!("无法读取压缩存储的权重 {name}：{}", quantized(fault))
         }
         _ => return None,
     })
@@ -118,20 +118,20 @@ fn torch(error: &TorchError) -> Option<String> {
     })
 }
 
-fn packed(fault: &PackedFault) -> String {
+fn quantized(fault: &QuantizationFault) -> String {
     match fault {
-        PackedFault::State(_) => "quant_state 不是已知格式的 JSON".to_owned(),
-        PackedFault::Field { field, value } => format!("{field} 为 {value}"),
-        PackedFault::Missing { part } => format!("缺少 {part}"),
-        PackedFault::Size {
+        QuantizationFault::State(_) => "quant_state 不是已知格式的 JSON".to_owned(),
+        QuantizationFault::Field { field, value } => format!("{field} 为 {value}"),
+        QuantizationFault::Missing { part } => format!("缺少 {part}"),
+        QuantizationFault::Size {
             part,
             dtype,
             got_bytes,
             expected,
             expected_bytes,
         } => format!("{part} 为 {dtype}，{got_bytes} 字节，应为 {expected}，{expected_bytes} 字节"),
-        PackedFault::Table { part } => format!("{part} 不是 bitsandbytes 的表"),
-        PackedFault::NotFinite => "某个缩放值不是有限值".to_owned(),
+        QuantizationFault::Table { part } => format!("{part} 不是 bitsandbytes 的表"),
+        QuantizationFault::NotFinite => "某个缩放值不是有限值".to_owned(),
         _ => fault.to_string(),
     }
 }
@@ -148,8 +148,8 @@ fn model(error: &ModelError) -> Option<String> {
             format!("模型配置：{field} 为 {value}：{reason}")
         }
         ModelError::Selection { word, reason } => format!("部分列表中的 {word:?}：{reason}"),
-        ModelError::PackedTrains { name } => format!("{name} 以 4 位或 8 位压缩存储，不能训练"),
-        ModelError::NothingPacked => "没有选中任何不训练的线性层来压缩存储".to_owned(),
+        ModelError::QuantizedTrains { name } => format!("{name} 以 4 位或 8 位压缩存储，不能训练"),
+        ModelError::NothingQuantized => "没有选中任何不训练的线性层来压缩存储".to_owned(),
         ModelError::AdapterTarget { target, reason } => {
             format!("适配器目标 {target:?}：{reason}")
         }

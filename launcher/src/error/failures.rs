@@ -117,14 +117,14 @@ pub(crate) fn model(doing: impl Into<Text>, error: &ModelError) -> Failure {
             chain(error),
         )
         .next(both("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj", "--lora-target-modules 接受匹配模块名的正则表达式，或 q_proj,v_proj 这样的名称")),
-        ModelError::PackedTrains { .. } => Failure::new(
+        ModelError::QuantizedTrains { .. } => Failure::new(
             ErrorCode::Usage,
-            both("packed weights cannot train", "压缩存储的权重不能训练"),
+            both("quantized weights cannot train", "压缩存储的权重不能训练"),
             chain(error),
         )
         .next(both("train adapters beside them: --lora-rank 16", "请在它们旁边训练适配器：--lora-rank 16"))
-        .next(both("--quantize none unpacks the weights and trains them in the format of --precision", "--quantize none 会解压权重，并以 --precision 的格式训练")),
-        ModelError::NothingPacked => Failure::new(
+        .next(both("--quantize none dequantizes the weights and trains them in the format of --precision", "--quantize none 会解压权重，并以 --precision 的格式训练")),
+        ModelError::NothingQuantized => Failure::new(
             ErrorCode::Usage,
             both("--quantize packs nothing", "--quantize 没有可压缩存储的权重"),
             chain(error),

@@ -71,9 +71,9 @@ pub(crate) fn report(error: &WeightError) -> Failure {
         WeightError::DType { .. } => plain(error)
             .evidence(both("a tensor of integers or 8-bit floats is in most cases a quantized weight", "整数或 8 位浮点的张量多半是量化后的权重"))
             .next(both("take the weights that are not quantized, or convert them to bf16 or f32", "请使用未量化的权重，或把它们转换为 bf16 或 f32")),
-        WeightError::Packed { .. } => plain(error)
+        WeightError::Quantized { .. } => plain(error)
             .next(both("download the files again; they must be as bitsandbytes wrote them", "请重新下载文件；它们必须与 bitsandbytes 写出的一致"))
-            .next(both("take the weights that are not packed, and pack them with --quantize", "请使用未压缩存储的权重，并用 --quantize 压缩")),
+            .next(both("take the weights that are not quantized, and quantize them with --quantize", "请使用未压缩存储的权重，并用 --quantize 压缩")),
         _ => plain(error).next(both("download the file again", "请重新下载该文件")),
     }
 }
@@ -160,7 +160,7 @@ fn missing_tensor(dir: &Path, name: &str, error: &WeightError) -> Failure {
     let source = models::WeightSource::open(dir).ok();
     let mut names: Vec<&str> = source.iter().flat_map(|source| source.names()).collect();
     names.sort_unstable();
-    let packed = [
+    let quantized = [
         ".qweight",
         ".weight_packed",
         ".absmax",
@@ -169,7 +169,7 @@ fn missing_tensor(dir: &Path, name: &str, error: &WeightError) -> Failure {
     ];
     if let Some(found) = names
         .iter()
-        .find(|name| packed.iter().any(|end| name.contains(end)))
+        .find(|name| quantized.iter().any(|end| name.contains(end)))
     {
         return failure
             .evidence(text!(

@@ -116,7 +116,7 @@ fn listed(directory: &Path) -> Result<Vec<(String, SmallFile)>, Failure> {
     Ok(found.collect())
 }
 
-/// The text of a `config.json` for plain weights: unchanged, unless it says that weights are packed.
+/// The text of a `config.json` for plain weights: unchanged, unless it says that weights are quantized.
 pub(crate) fn plain_config(text: Vec<u8>) -> Vec<u8> {
     let config = serde_json::from_slice(&text).ok();
     let changed = config.and_then(|before: Value| {
@@ -127,7 +127,7 @@ pub(crate) fn plain_config(text: Vec<u8>) -> Vec<u8> {
     changed.unwrap_or(text)
 }
 
-/// Sets the settings of packed weights in a `config.json`, or removes them.
+/// Sets the settings of quantized weights in a `config.json`, or removes them.
 pub(crate) fn set_quantization(config: &mut Value, settings: Option<&Value>) {
     const FIELD: &str = "quantization_config";
     if let Some(text) = config.get_mut("text_config").and_then(Value::as_object_mut) {

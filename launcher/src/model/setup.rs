@@ -299,7 +299,7 @@ fn model_options(config: &RunConfig, family: Family) -> Result<ModelOptions, Fai
         use_rslora: lora.use_rslora,
         modules_to_save: lora.modules_to_save(family, config.trainable.tune_vision),
     });
-    options.packed = quantize::packed(config)?;
+    options.quantized = quantize::quantized(config)?;
     let selection = |flag: &str, text: &Option<String>| {
         let parsed = text.as_deref().map(Selection::parse).transpose();
         parsed.map_err(|error| failures::selection(flag, &error))

@@ -2,7 +2,7 @@
 //!
 //! A checkpoint stores it, and a resumed run is compared with it. Whatever does not change a result is left out: paths,
 //! times, the number of ranks, the number of weight files. The hashes read little, so that a start stays fast:
-//! - Base weights: name, shape, number format and content of every frozen tensor, and how the run packs it. A tensor of up to 4 MiB is read whole.
+//! - Base weights: name, shape, number format and content of every frozen tensor, and how the run quantizes it. A tensor of up to 4 MiB is read whole.
 //!   Of a larger one, 16 blocks of 4 KiB are read, spread from its first byte to its last. Trained tensors come from the
 //!   checkpoint and do not count.
 //! - Data: role and text of every turn of every sample, in order, and of every image its size and up to three blocks of
@@ -70,11 +70,11 @@ fn base(model: &dyn VisionLanguageModel, source: &WeightSource) -> Result<String
     for hash in hashes? {
         all.update(hash.as_bytes());
     }
-    // Weights that are packed while they are read have other values than the files.
-    let packed = quantize::packings(model.spec()).into_iter();
-    for (name, packing) in packed.filter(|(name, _)| source.packing(name).is_none()) {
+    // Weights that are quantized while they are read have other values than the files.
+    let quantized = quantize::quantizations(model.spec()).into_iter();
+    for (name, quantization) in quantized.filter(|(name, _)| source.quantization(name).is_none()) {
         text(&mut all, &name);
-        text(&mut all, &packing.to_string());
+        text(&mut all, &quantization.to_string());
     }
     Ok(all.finalize().to_hex().to_string())
 }

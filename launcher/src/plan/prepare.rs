@@ -312,16 +312,16 @@ pub(crate) fn quantized_event(spec: &ModelSpec) -> Option<Event> {
         bytes: 0,
     };
     for param in &spec.params {
-        let Some(packing) = param.stored_packing() else {
+        let Some(quantization) = param.stored_quantization() else {
             continue;
         };
-        let format = packing.to_string();
+        let format = quantization.to_string();
         if !event.formats.contains(&format) {
             event.formats.push(format);
         }
         event.tensors += 1;
         event.params += param.shape.elems() as u64;
-        event.bytes += packing.bytes(param.shape) as u64;
+        event.bytes += quantization.bytes(param.shape) as u64;
     }
     (event.tensors > 0).then_some(Event::Quantized(event))
 }

@@ -17,7 +17,7 @@ use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
 use models::data::{EncodeOptions, EncodedSample, SampleSize};
-use models::{PackedWeights, Processor};
+use models::{Processor, QuantizedWeights};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -139,7 +139,7 @@ pub(crate) fn four_bits() -> Flags {
 
 /// Whether neither the run nor its base model quantizes weights.
 pub(crate) fn is_plain(config: &RunConfig) -> bool {
-    let declared = PackedWeights::declared(&config.model_dir());
+    let declared = QuantizedWeights::declared(&config.model_dir());
     config.quantize.is_none() && !matches!(declared, Ok(Some(_)))
 }
 

@@ -255,7 +255,7 @@ impl<'a> Opened<'a> {
             ..
         } = &mut self.replica;
         if let Some(source) = &mut self.weights {
-            source.pack_on_read(quantize::packings(model.spec()));
+            source.quantize_on_read(quantize::quantizations(model.spec()));
         }
         let weights = self.weights.as_ref();
         load_weights(zero, config, &**model, weights, self.adapter.as_ref())?;
@@ -451,17 +451,17 @@ fn load_weights(
         let (file, range) = place.ok_or(std::io::ErrorKind::NotFound)?;
         Ok::<_, std::io::Error>((file.try_clone()?, range))
     };
-    let packed = |id: ParamId, out: &mut [u8]| {
+    let quantized = |id: ParamId, out: &mut [u8]| {
         let name = &model.spec().params[id.index()].name;
         let Some(source) = weights else {
             return Ok(false);
         };
-        out.copy_from_slice(&source.read_packed(name)?);
+        out.copy_from_slice(&source.read_quantized(name)?);
         Ok(true)
     };
     let loaded = zero.map_files(map);
     loaded
-        .and_then(|()| zero.load_packed(read, packed))
+        .and_then(|()| zero.load_quantized(read, quantized))
         .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))
 }
 

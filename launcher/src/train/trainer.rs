@@ -706,9 +706,9 @@ impl<'a> Trainer<'a> {
             meta[resume::TOKENS_PER_BATCH] = most.into();
             meta[resume::SAMPLES_USED] = self.sampler.used(self.done).into();
         }
-        let packed = quantize::record(zero.plan().spec());
-        if !packed.is_null() {
-            meta[quantize::PACKED] = packed;
+        let quantized = quantize::record(zero.plan().spec());
+        if !quantized.is_null() {
+            meta[quantize::QUANTIZED] = quantized;
         }
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);

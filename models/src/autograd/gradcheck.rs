@@ -59,7 +59,7 @@ pub(crate) fn spec(params: &[(u32, &[usize], bool)]) -> ModelSpec {
                 shape: Shape::new(shape),
                 unit: UnitId(*unit),
                 trainable: *trainable,
-                packing: None,
+                quantization: None,
             })
             .collect(),
     }

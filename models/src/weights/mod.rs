@@ -6,9 +6,9 @@
 //! Only the headers are in memory. Reads are positioned, so several threads may read through one
 //! source, and a rank reads only the bytes of its own slices.
 
-mod packed;
+mod quantized;
 
-pub use packed::PackedFault;
+pub use quantized::QuantizationFault;
 
 use crate::OpenError;
 use crate::params::is_added;
@@ -169,13 +169,13 @@ pub enum WeightError {
         /// Dtype that the tensor was requested in, if its range is the cause.
         wanted: Option<DType>,
     },
-    /// The parts of a packed weight do not fit together, or are in a form that is not supported.
-    #[error("the packed weight {name} cannot be read: {fault}")]
-    Packed {
+    /// The parts of a quantized weight do not fit together, or are in a form that is not supported.
+    #[error("the quantized weight {name} cannot be read: {fault}")]
+    Quantized {
         /// Name of the weight.
         name: String,
         /// What does not fit.
-        fault: PackedFault,
+        fault: QuantizationFault,
     },
     /// A range lies outside its tensor, or the buffer has another length.
     #[error("elements {}..{} of tensor {name} ({elems} elements) do not fit a buffer of {buffer_bytes} bytes", elements.start, elements.end)]
@@ -227,8 +227,8 @@ enum Location {
     Made(Values),
     /// In pieces: a view of a torch file, or slices of ranks.
     Pieces(Box<Pieces>),
-    /// Packed, in several parts.
-    Packed(Box<packed::StoredPacked>),
+    /// Quantized, in several parts.
+    Quantized(Box<quantized::StoredQuantized>),
 }
 
 /// Open weights of a model, in one file or in the files of a directory. It reads any range of any tensor;
@@ -243,7 +243,7 @@ pub struct WeightSource {
     ignored: Vec<String>,
     /// A file of other weights in the directory.
     passed_over: Option<PathBuf>,
-    on_read: packed::PackedOnRead,
+    on_read: quantized::QuantizedOnRead,
 }
 
 impl WeightSource {
@@ -309,7 +309,7 @@ impl WeightSource {
             gathered: Gathered::default(),
             ignored: Vec::new(),
             passed_over: None,
-            on_read: packed::PackedOnRead::default(),
+            on_read: quantized::QuantizedOnRead::default(),
         }
     }
 
@@ -420,7 +420,7 @@ impl WeightSource {
         {
             Some(name) => Err(source.missing(name)),
             None => {
-                source.join_packed()?;
+                source.join_quantized()?;
                 Ok(source)
             }
         }
@@ -428,11 +428,11 @@ impl WeightSource {
 
     fn open_files(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
         let mut source = Self::open_parts(dir, paths)?;
-        source.join_packed()?;
+        source.join_quantized()?;
         Ok(source)
     }
 
-    /// The tensors of the files, with the parts of packed weights apart.
+    /// The tensors of the files, with the parts of quantized weights apart.
     fn open_parts(dir: &Path, paths: &[PathBuf]) -> Result<Self> {
         let mut source = Self::empty(dir);
         for path in paths {
@@ -529,7 +529,7 @@ impl WeightSource {
     fn check_param(&self, param: &ParamSpec) -> Result<()> {
         let entry = self.entry(&param.name)?;
         if entry.dtype.is_none() {
-            // Packed weights have another shape, too.
+            // Quantized weights have another shape, too.
             return Err(entry.bad_dtype(&param.name, DType::F32));
         }
         if entry.shape != param.shape.dims() {
@@ -558,39 +558,42 @@ impl WeightSource {
         let entry = self.entry(name)?;
         let elems = entry.shape.iter().product();
         let fits = elements.end <= elems && dst.len() == elements.len() * out.size_bytes();
-        if !fits || !self.unpacks(name, entry) {
+        if !fits || !self.dequantizes(name, entry) {
             return self.read_plain(name, elements, out, dst);
         }
         let convert = converter(DType::F32, out).ok_or_else(|| entry.bad_dtype(name, out))?;
         let at_once = match entry.place {
-            Location::Packed(_) => packed::CHUNK_ELEMS,
-            // It is packed whole for every read.
+            Location::Quantized(_) => quantized::CHUNK_ELEMS,
+            // It is quantized whole for every read.
             Location::At(_) | Location::Made(_) | Location::Pieces(_) => elements.len().max(1),
         };
         for start in elements.clone().step_by(at_once) {
             let range = start..elements.end.min(start + at_once);
             let at = |element: usize| (element - elements.start) * out.size_bytes();
             let part = &mut dst[at(range.start)..at(range.end)];
-            convert(bytemuck::cast_slice(&self.unpack_range(name, range)?), part);
+            convert(
+                bytemuck::cast_slice(&self.dequantize_range(name, range)?),
+                part,
+            );
         }
         Ok(())
     }
 
     /// The file that has all elements of the tensor called `name` as they are, one after the other, and their bytes in it.
-    /// `None` if reading would convert, unpack or join them, or if they are not aligned to `dtype`.
+    /// `None` if reading would convert, dequantize or join them, or if they are not aligned to `dtype`.
     #[must_use]
     pub fn in_file(&self, name: &str, dtype: DType) -> Option<(&File, Range<u64>)> {
         let entry = self.tensors.get(name)?;
         let Location::At(start) = entry.place else {
             return None;
         };
-        let is_plain = entry.dtype == Some(dtype) && !self.unpacks(name, entry);
+        let is_plain = entry.dtype == Some(dtype) && !self.dequantizes(name, entry);
         let is_aligned = start.is_multiple_of(dtype.size_bytes() as u64);
         let file = &self.shards[entry.shard].file;
         (is_plain && is_aligned && entry.bytes > 0).then_some((file, start..start + entry.bytes))
     }
 
-    /// As [`WeightSource::read_range`], without unpacking.
+    /// As [`WeightSource::read_range`], without dequantization.
     fn read_plain(
         &self,
         name: &str,
@@ -628,7 +631,7 @@ impl WeightSource {
                 let result = shard.file.read_exact_at(buffer, at);
                 result.map_err(|source| read_error(&shard.path, source))
             }
-            Location::Made(_) | Location::Packed(_) => Err(entry.bad_dtype(name, out)),
+            Location::Made(_) | Location::Quantized(_) => Err(entry.bad_dtype(name, out)),
         };
         if stored == out {
             return read(dst, start);
@@ -675,7 +678,7 @@ impl WeightSource {
                 let range = start..elems.min(start + CHUNK_ELEMS);
                 let bytes = &mut bytes[..range.len() * dtype.size_bytes()];
                 match entry.place {
-                    Location::Packed(_) => self.read_range(name, range, dtype, bytes)?,
+                    Location::Quantized(_) => self.read_range(name, range, dtype, bytes)?,
                     Location::At(_) | Location::Made(_) | Location::Pieces(_) => {
                         self.read_plain(name, range, dtype, bytes)?;
                     }
@@ -1109,7 +1112,7 @@ mod tests {
                 shape: Shape::new(shape),
                 unit: UnitId(0),
                 trainable: true,
-                packing: None,
+                quantization: None,
             }],
         };
         assert_eq!(source.check(&spec("a", &[3, 4])).unwrap(), ["b", "c"]);

@@ -1,4 +1,4 @@
-//! What packs with packed weights store besides: dequantized weights, and a run with adapters on them.
+//! What packs with quantized weights store besides: dequantized weights, and a run with adapters on them.
 
 use super::family::{AdamW, Trajectory, floats, packs_of};
 use super::pack::{Pack, read_json};
@@ -15,12 +15,12 @@ use std::collections::BTreeMap;
 /// Begin of the names of stored dequantized weights.
 const DEQUANTIZED: &str = "dequant.";
 
-/// Whether a stored quantity belongs to the packed weights, and is compared here or describes another model.
+/// Whether a stored quantity belongs to the quantized weights, and is compared here or describes another model.
 pub(super) fn is_own(name: &str) -> bool {
     name.starts_with(DEQUANTIZED) || name == "loss_unquantized"
 }
 
-/// Whether the weights of a pack are packed.
+/// Whether the weights of a pack are quantized.
 #[must_use]
 pub fn is_quantized(pack: &Pack) -> bool {
     pack.dir.join("dequantized.json").is_file()
@@ -38,7 +38,7 @@ struct Tensor {
     sha256_f32: String,
 }
 
-/// Compares the values of all packed weights: by hash, and those that the cases store element by element.
+/// Compares the values of all quantized weights: by hash, and those that the cases store element by element.
 ///
 /// # Errors
 /// When a file is missing or broken.
@@ -47,12 +47,15 @@ pub fn tables(pack: &Pack) -> Result<Section> {
     let stored: Stored = read_json(&pack.dir.join("dequantized.json"))?;
     let mut all = Vec::new();
     let names: Vec<&String> = stored.tensors.iter().map(|tensor| &tensor.name).collect();
-    let packings = source.packings();
-    let ours = packings.keys().filter(|name| names.contains(name)).count();
+    let quantizations = source.quantizations();
+    let ours = quantizations
+        .keys()
+        .filter(|name| names.contains(name))
+        .count();
     let wanted = [names.len() as i64; 2];
     all.push(compare_ints(
-        "packed weights",
-        &[ours as i64, packings.len() as i64],
+        "quantized weights",
+        &[ours as i64, quantizations.len() as i64],
         &wanted,
     ));
     for tensor in &stored.tensors {
@@ -78,7 +81,7 @@ pub fn tables(pack: &Pack) -> Result<Section> {
             }
         }
     }
-    Ok(("packed weights".into(), all))
+    Ok(("quantized weights".into(), all))
 }
 
 fn values(source: &WeightSource, name: &str) -> Result<Vec<f32>> {
@@ -105,7 +108,7 @@ struct Run {
     trainable: usize,
 }
 
-/// The run of a pack with adapters on packed weights.
+/// The run of a pack with adapters on quantized weights.
 ///
 /// # Errors
 /// When a file is missing or broken.

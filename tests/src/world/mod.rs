@@ -16,7 +16,7 @@ use models::data::EncodedSample;
 use models::options::RopePrecision;
 use models::pipeline::{self, Schedule1F1B};
 use models::{
-    ModelOptions, PackedWeights, SampleInput, VisionLanguageModel, WeightError, WeightSource,
+    ModelOptions, QuantizedWeights, SampleInput, VisionLanguageModel, WeightError, WeightSource,
     open_model,
 };
 use optim::GroupOptions;
@@ -50,13 +50,13 @@ impl std::fmt::Debug for Rank {
 impl Rank {
     fn new(pack: &Pack, layout: Layout, mesh: Mesh, setup: &Setup<'_>) -> Result<Self> {
         let mut weights = WeightSource::open(&pack.dir)?;
-        // Packed weights stay packed beside adapters; else all weights train.
-        let packed = match (&setup.options.packed, &setup.options.lora) {
-            (PackedWeights::None, Some(_)) => PackedWeights::Stored(weights.packings()),
+        // Quantized weights stay so beside adapters; else all weights train.
+        let quantized = match (&setup.options.quantized, &setup.options.lora) {
+            (QuantizedWeights::None, Some(_)) => QuantizedWeights::Stored(weights.quantizations()),
             (chosen, _) => chosen.clone(),
         };
         let options = ModelOptions {
-            packed,
+            quantized,
             dtype: layout.precision.weight_dtype(),
             // Rotary angles of the references, which some families would round to the model's dtype.
             rope_precision: RopePrecision::F32,
@@ -64,8 +64,8 @@ impl Rank {
         };
         let model = open_model(&pack.dir, options)?;
         let params = model.spec().params.iter();
-        let packed = params.filter_map(|p| Some((p.name.clone(), p.stored_packing()?)));
-        weights.pack_on_read(packed.collect());
+        let quantized = params.filter_map(|p| Some((p.name.clone(), p.stored_quantization()?)));
+        weights.quantize_on_read(quantized.collect());
         let at = mesh.coordinates();
         let units = model.spec().units.len() as u32;
         let border = |stage: usize| units * stage as u32 / at.stages as u32;
@@ -121,8 +121,8 @@ impl Rank {
             }
             Ok::<_, WeightError>(())
         };
-        zero.load_packed(read, |id, out| {
-            out.copy_from_slice(&weights.read_packed(&names[id.index()].name)?);
+        zero.load_quantized(read, |id, out| {
+            out.copy_from_slice(&weights.read_quantized(&names[id.index()].name)?);
             Ok(true)
         })?;
         Ok(Self {

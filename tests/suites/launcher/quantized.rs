@@ -1,4 +1,4 @@
-//! Packed base weights, from the flag and from packed directories to exports.
+//! Quantized base weights, from the flag and from quantized directories to exports.
 
 use crate::generate::{refuse, run};
 use crate::site::{Site, golden, losses};
@@ -18,13 +18,13 @@ fn values(path: &Path) -> BTreeMap<String, Vec<u8>> {
     names.map(read).collect()
 }
 
-/// A run on a packed directory, one that packs while it loads and one on unpacked weights are one run; so are their merges.
+/// A run on a quantized directory, one that packs while it loads and one on dequantized weights are one run; so are their merges.
 #[test]
-fn packed_and_unpacked_bases_train_the_same_adapters() {
+fn quantized_and_dequantized_bases_train_the_same_adapters() {
     let site = Site::with_family("glm-4.1v-9b-thinking");
     let flags = "--quantize nf4 --quantize-double";
-    run(&site, &format!("export model {flags} --output packed"));
-    run(&site, "export packed --dequantize --output dense");
+    run(&site, &format!("export model {flags} --output quantized"));
+    run(&site, "export quantized --dequantize --output dense");
     let adapters = "--lora-rank 4 --precision bf16";
     fs::create_dir(site.path("disk")).unwrap();
     let on_read = site.train(&format!(
@@ -32,7 +32,7 @@ fn packed_and_unpacked_bases_train_the_same_adapters() {
     ));
     assert!(!on_read.screen.contains("(100 %)"), "{}", on_read.screen);
     site.train(&format!(
-        "{adapters} --model packed --nproc 2 --zero 3 --offload nvme:disk --output b"
+        "{adapters} --model quantized --nproc 2 --zero 3 --offload nvme:disk --output b"
     ));
     site.train(&format!(
         "{adapters} --model dense --nproc 2 --zero 2 --output c"
@@ -42,8 +42,8 @@ fn packed_and_unpacked_bases_train_the_same_adapters() {
         (losses(&site.path(name)), values(&site.path(&file)))
     };
     let dense = trained("c");
-    assert!(trained("a") == dense, "packed while loading");
-    assert!(trained("b") == dense, "packed in the directory");
+    assert!(trained("a") == dense, "quantized while loading");
+    assert!(trained("b") == dense, "quantized in the directory");
     for name in ["a", "b", "c"] {
         run(
             &site,
@@ -69,7 +69,7 @@ fn packed_and_unpacked_bases_train_the_same_adapters() {
     let ask = "--prompt Hello --max-new-tokens 4 --precision f32";
     let answers = [
         "--model model --adapter a/checkpoint-2",
-        "--model packed --adapter b/checkpoint-2",
+        "--model quantized --adapter b/checkpoint-2",
         "--model dense --adapter c/checkpoint-2",
     ]
     .map(|of| run(&site, &format!("generate {of} {ask}")).stdout);
@@ -169,12 +169,12 @@ fn exports_have_the_tensors_that_transformers_saves() {
             assert_eq!(own[key], other[key], "{pack} {key}");
         }
         let [own, other] = [&ours, &theirs].map(|dir| WeightSource::open(dir).unwrap());
-        let packings = other.packings();
-        assert_eq!(own.packings(), packings, "{pack}");
-        for (name, packing) in packings {
+        let quantizations = other.quantizations();
+        assert_eq!(own.quantizations(), quantizations, "{pack}");
+        for (name, quantization) in quantizations {
             let [a, b] = [&own, &other].map(|source| source.read(&name, DType::F32).unwrap());
             let elems = Shape::new(own.shape(&name).unwrap()).elems();
-            assert_eq!(a.len(), 4 * elems, "{packing}");
+            assert_eq!(a.len(), 4 * elems, "{quantization}");
             let [a, b] = [a, b].map(|bytes| bytemuck::pod_collect_to_vec::<u8, f32>(&bytes));
             let apart = a
                 .iter()
@@ -193,7 +193,7 @@ fn exports_have_the_tensors_that_transformers_saves() {
 /// Least number of int8 codes for each that falls to the other side of a tie: the package has 6 in 102 400.
 const TIES_ONE_IN: usize = 1000;
 
-/// Largest distance of two values as a share of the largest one: the package on a CPU rounds packed magnitudes to a
+/// Largest distance of two values as a share of the largest one: the package on a CPU rounds quantized magnitudes to a
 /// grid before it chooses their code, so a code may be the neighbor, at most 1 / 64 of the largest difference away.
 const NESTED_STEP: f32 = 1.0 / 64.0;
 
@@ -217,7 +217,7 @@ fn runs_that_make_no_sense_are_refused() {
 
 /// A resumed run has the bits of one without a break, and a run with other weights is refused.
 #[test]
-fn a_packed_run_resumes() {
+fn a_quantized_run_resumes() {
     let site = Site::with_family("glm-4.1v-9b-thinking");
     let flags = "--lora-rank 4 --quantize nf4 --precision bf16 --max-steps 4 --save-steps 2";
     site.train(&format!("{flags} --output whole"));

@@ -11,7 +11,7 @@ use engine::{
     Phase, Plan, Precision, Spill, Stage, StateKind, StepReport, Tier, Tiers, UnitId, UnitSpec,
     Zero, ZeroConfig,
 };
-use kernels::{Backend, CpuBackend, Packing, Pool, Tag, Tensor};
+use kernels::{Backend, CpuBackend, Pool, Quantization, Tag, Tensor};
 use optim::{AdamW, GroupOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -62,7 +62,7 @@ pub fn spec(trainable: impl Fn(usize, &str) -> bool) -> ModelSpec {
                 shape: shape.as_slice().into(),
                 unit: UnitId(u as u32),
                 trainable: trainable(u, name),
-                packing: None,
+                quantization: None,
             });
         }
     }
@@ -83,8 +83,8 @@ pub struct Case {
     pub steps: usize,
     pub samples: usize,
     pub frozen_units: Vec<usize>,
-    /// Packing of the matrices of frozen units.
-    pub packing: Option<Packing>,
+    /// Quantization of the matrices of frozen units.
+    pub quantization: Option<Quantization>,
 }
 
 impl Case {
@@ -99,7 +99,7 @@ impl Case {
             steps: 6,
             samples: 12,
             frozen_units: Vec::new(),
-            packing: None,
+            quantization: None,
         }
     }
     pub fn offload(mut self, offload: Offload) -> Self {
@@ -142,7 +142,7 @@ pub fn engine_in(case: &Case, mesh: Mesh) -> Result<Zero, EngineError> {
     let rank = mesh.world().world().rank;
     let mut spec = spec(|u, _| !case.frozen_units.contains(&u));
     for param in spec.params.iter_mut().step_by(2) {
-        param.packing = case.packing;
+        param.quantization = case.quantization;
     }
     let groups = spec
         .params

@@ -51,9 +51,9 @@ use crate::backend::{
 use crate::check;
 use crate::error::{KernelError, Result, shape_error};
 use crate::grouped::GroupedMatmulArgs;
-use crate::packed::Packing;
 use crate::peers::{GroupAccess, PeerAccess};
 use crate::pool::{Pool, Tag};
+use crate::quantized::Quantization;
 use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::tensor::{DeviceMemory, OnDevice};
@@ -885,24 +885,24 @@ impl Backend for CudaBackend {
         Ok(y)
     }
 
-    fn unpack(
+    fn dequantize(
         &self,
-        packed: &Tensor,
-        packing: Packing,
+        quantized: &Tensor,
+        quantization: Quantization,
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor> {
-        const OP: &str = "unpack";
-        check::unpack(packed, packing, shape, dtype)?;
-        let mut from = self.address(OP, packed)?;
+        const OP: &str = "dequantize";
+        check::dequantize(quantized, quantization, shape, dtype)?;
+        let mut from = self.address(OP, quantized)?;
         let aligned;
         if !from.0.is_multiple_of(16) {
-            aligned = self.copy_of(OP, packed, Tag::Workspace)?;
+            aligned = self.copy_of(OP, quantized, Tag::Workspace)?;
             from = self.address(OP, &aligned)?;
         }
         let y = self.uninit(shape, dtype, Tag::Gathered)?;
         let to = self.address(OP, &y)?;
-        let launch = unpack::launch(packing, from, shape, dtype, to);
+        let launch = unpack::launch(quantization, from, shape, dtype, to);
         self.run_some(OP, launch.map(|l| [l]))?;
         Ok(y)
     }

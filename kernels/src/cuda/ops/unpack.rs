@@ -2,7 +2,7 @@
 
 use crate::cuda::launch::{Address, Arg, Launch};
 use crate::cuda::module::{Family, Module, element_type};
-use crate::packed::Packing;
+use crate::quantized::Quantization;
 use crate::{Codebook, DType, Shape};
 
 const THREADS: u32 = 256;
@@ -10,25 +10,25 @@ const THREADS: u32 = 256;
 const WIDTH: u64 = 8;
 /// Maximum blocks of the grid: enough for several waves on any GPU.
 const MAX_BLOCKS: u64 = 132 * 16;
-/// Tables in shared memory: 16 values of codes and 256 of packed magnitudes, f32.
+/// Tables in shared memory: 16 values of codes and 256 of quantized magnitudes, f32.
 const TABLE_BYTES: u32 = 4 * (16 + 256);
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
-/// The packings that a module exists for; the size of a block is an argument.
-pub(crate) const PACKINGS: [Packing; 5] = [
-    Packing::four_bit(Codebook::Nf4, false),
-    Packing::four_bit(Codebook::Nf4, true),
-    Packing::four_bit(Codebook::Fp4, false),
-    Packing::four_bit(Codebook::Fp4, true),
-    Packing::Int8,
+/// The quantizations that a module exists for; the size of a block is an argument.
+pub(crate) const QUANTIZATIONS: [Quantization; 5] = [
+    Quantization::four_bit(Codebook::Nf4, false),
+    Quantization::four_bit(Codebook::Nf4, true),
+    Quantization::four_bit(Codebook::Fp4, false),
+    Quantization::four_bit(Codebook::Fp4, true),
+    Quantization::Int8,
 ];
 
-fn module(packing: Packing, to: DType) -> Option<Module> {
-    let (form, codebook) = match packing {
-        Packing::FourBit {
+fn module(quantization: Quantization, to: DType) -> Option<Module> {
+    let (form, codebook) = match quantization {
+        Quantization::FourBit {
             codebook, double, ..
         } => (u32::from(double), u32::from(codebook == Codebook::Fp4)),
-        Packing::Int8 => (2, 0),
+        Quantization::Int8 => (2, 0),
     };
     let defines = [
         ("TO", element_type(to)?),
@@ -38,40 +38,40 @@ fn module(packing: Packing, to: DType) -> Option<Module> {
     Some(Module::new(Family::Unpack, defines, &["unpack"]))
 }
 
-/// Kernel modules that unpack weights, for every packing and float dtype.
+/// Kernel modules that unpack weights, for every quantization and float dtype.
 #[must_use]
 pub fn modules() -> Vec<Module> {
-    let all = PACKINGS.iter();
-    let all = all.flat_map(|packing| DTYPES.map(|to| module(*packing, to)));
+    let all = QUANTIZATIONS.iter();
+    let all = all.flat_map(|quantization| DTYPES.map(|to| module(*quantization, to)));
     all.flatten().collect()
 }
 
-/// Launch that unpacks the weight of `shape` at `packed` to `to` and writes it to `y`. Both addresses are aligned to 16
+/// Launch that unpacks the weight of `shape` at `quantized` to `to` and writes it to `y`. Both addresses are aligned to 16
 /// bytes. `None` when the dtype is not a float.
 #[must_use]
 pub fn launch(
-    packing: Packing,
-    packed: Address,
+    quantization: Quantization,
+    quantized: Address,
     shape: Shape,
     to: DType,
     y: Address,
 ) -> Option<Launch> {
-    let parts = packing.parts(shape);
+    let parts = quantization.parts(shape);
     let n = shape.elems() as u64;
-    let (block, shared_bytes) = match packing {
-        Packing::FourBit { block_elems, .. } => (u64::from(block_elems), TABLE_BYTES),
-        Packing::Int8 => (shape.last().max(1) as u64, 0),
+    let (block, shared_bytes) = match quantization {
+        Quantization::FourBit { block_elems, .. } => (u64::from(block_elems), TABLE_BYTES),
+        Quantization::Int8 => (shape.last().max(1) as u64, 0),
     };
     let rounds = n.div_ceil(WIDTH * u64::from(THREADS));
     let offset = |part: &std::ops::Range<usize>| Arg::U64(part.start as u64);
     Some(Launch {
-        module: module(packing, to)?,
+        module: module(quantization, to)?,
         kernel: "unpack",
         grid: [rounds.clamp(1, MAX_BLOCKS) as u32, 1, 1],
         threads: THREADS,
         shared_bytes,
         args: vec![
-            Arg::Address(packed),
+            Arg::Address(quantized),
             offset(&parts.magnitudes),
             offset(&parts.nested),
             offset(&parts.offset),

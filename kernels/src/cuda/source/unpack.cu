@@ -1,4 +1,4 @@
-// Unpacks weights of 4 or 8 bits, with the bits of kernels::packed: each product is rounded to f32, then to TO.
+// Unpacks weights of 4 or 8 bits, with the bits of kernels::quantized: each product is rounded to f32, then to TO.
 // Legend: n elements; codes at packed, the other parts at offsets in bytes; y and packed are 16-byte aligned.
 // Defines: TO (TYPE_* of y), FORM (FORM_*), CODEBOOK (0 NF4, 1 FP4; unused for int8).
 // Bytes: n / 2 or n, 4 or 1 per block or 4 per row, n * size of TO; eight elements a thread and round.

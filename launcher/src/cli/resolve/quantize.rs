@@ -1,4 +1,4 @@
-//! How base weights are packed: flags to the resolved choice.
+//! How base weights are quantized: flags to the resolved choice.
 
 use super::{note, out_of_range};
 use crate::cli::{Args, Note};
@@ -58,7 +58,7 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Quant
     ];
     for (flag, _) in idle.iter().filter(|(_, idle)| *idle) {
         let reason = both(
-            "no weight is packed in a format that has it",
+            "no weight is quantized in a format that has it",
             "没有权重以具有该设置的格式压缩存储",
         );
         notes.push(note(flag, reason));

@@ -210,7 +210,7 @@ const FOUR_BITS: Meaning = Words(&[("true", "load-in-4bit", "true"), ("false", "
 const METHOD: Meaning = Only(
     &["bnb", "bitsandbytes"],
     both(
-        "weights are packed as bitsandbytes packs them",
+        "weights are quantized as bitsandbytes quantizes them",
         "权重按 bitsandbytes 的方式压缩存储",
     ),
 );

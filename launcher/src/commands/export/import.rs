@@ -70,7 +70,7 @@ pub(crate) fn import(args: &ImportArgs) -> Result<ExitCode, Failure> {
     let values = model::Values {
         model: &source,
         adapter: None,
-        packs: None,
+        quantizes: None,
         dtype,
     };
     let (tensors, written) = model::write(&values, limit, directory.path())?;

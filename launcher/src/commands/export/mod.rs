@@ -4,7 +4,7 @@
 mod adapter;
 pub(crate) mod import;
 mod model;
-mod packed;
+mod quantized;
 
 use crate::cli::{ExportArgs, ExportDtype, ExportFormat};
 use crate::commands::new_directory::NewDirectory;
@@ -18,7 +18,7 @@ use crate::model::stored::MAX_SHARD_BYTES;
 use crate::report::checkpoints::best_of;
 use crate::units::{bytes, grouped, seconds};
 use engine::checkpoint::Checkpoint;
-use kernels::{DType, Packing};
+use kernels::{DType, Quantization};
 use models::adapter::{Adapter, AdapterError};
 use models::{WeightError, WeightSource, places, sat};
 use serde_json::Value;
@@ -112,7 +112,7 @@ fn check_layout(args: &ExportArgs, is_sat: bool) -> Result<(), Failure> {
                 "--format sat 的权重不压缩",
             ),
             both(
-                "SAT has no files for packed weights",
+                "SAT has no files for quantized weights",
                 "SAT 没有存放压缩权重的文件",
             ),
             both("omit --quantize", "请去掉 --quantize"),
@@ -126,9 +126,9 @@ fn check_layout(args: &ExportArgs, is_sat: bool) -> Result<(), Failure> {
     }
 }
 
-/// Weights that an export packs, and their settings for transformers.
-struct PackedExport {
-    packings: BTreeMap<String, Packing>,
+/// Weights that an export quantizes, and their settings for transformers.
+struct QuantizedExport {
+    quantizations: BTreeMap<String, Quantization>,
     settings: Value,
 }
 
@@ -176,7 +176,7 @@ impl Sources {
         let directory = args.checkpoint.clone();
         match WeightSource::open(&directory) {
             Ok(model) => {
-                check_packed(args, &model, false)?;
+                check_quantized(args, &model, false)?;
                 return Ok(Self {
                     directory: places::with_tokenizer(&directory, args.tokenizer.as_deref()),
                     model: Some(model),
@@ -231,10 +231,10 @@ impl Sources {
                 "如果基座模型已移动，请指定 --model DIR",
             ))
         })?;
-        check_packed(args, &model, true)?;
+        check_quantized(args, &model, true)?;
         if args.merge_base != Some(MergeBase::Original) {
             let meta = manifest.map(Checkpoint::meta);
-            model.pack_on_read(meta.map(quantize::recorded).unwrap_or_default());
+            model.quantize_on_read(meta.map(quantize::recorded).unwrap_or_default());
         }
         Ok(Self {
             directory: base,
@@ -291,12 +291,13 @@ impl Sources {
             (Some(model), adapter) => {
                 let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
                 let chosen = quantize_of(args);
-                let packed = chosen.map(|chosen| packed::choose(&chosen, model, &self.directory));
-                let packed = packed.transpose()?;
+                let quantized =
+                    chosen.map(|chosen| quantized::choose(&chosen, model, &self.directory));
+                let quantized = quantized.transpose()?;
                 let values = model::Values {
                     model,
                     adapter: adapter.as_ref(),
-                    packs: packed.as_ref(),
+                    quantizes: quantized.as_ref(),
                     dtype,
                 };
                 let (tensors, bytes) = match is_sat {
@@ -306,7 +307,7 @@ impl Sources {
                         model::write_sat(&values, (&hub, args.mp_size.unwrap_or(1)), directory)?
                     }
                     false => {
-                        let settings = packed.as_ref().map(|packed| &packed.settings);
+                        let settings = quantized.as_ref().map(|quantized| &quantized.settings);
                         for (name, file) in files::small(&self.directory)? {
                             copy(&file, &directory.join(name), dtype, settings)?;
                         }
@@ -338,7 +339,7 @@ fn dtype_of(dtype: ExportDtype) -> DType {
     }
 }
 
-/// The packing that the flags ask for.
+/// The quantization that the flags ask for.
 fn quantize_of(args: &ExportArgs) -> Option<Quantize> {
     let format = args
         .quantize
@@ -350,45 +351,48 @@ fn quantize_of(args: &ExportArgs) -> Option<Quantize> {
     })
 }
 
-/// Refuses flags that do not fit packed or plain weights.
-fn check_packed(args: &ExportArgs, model: &WeightSource, merges: bool) -> Result<(), Failure> {
-    let (is_packed, packs) = (!model.packings().is_empty(), quantize_of(args).is_some());
-    let unpacks = args.dequantize == Some(true) || args.quantize == Some(QuantizeFormat::None);
+/// Refuses flags that do not fit quantized or plain weights.
+fn check_quantized(args: &ExportArgs, model: &WeightSource, merges: bool) -> Result<(), Failure> {
+    let (is_quantized, quantizes) = (
+        !model.quantizations().is_empty(),
+        quantize_of(args).is_some(),
+    );
+    let dequantizes = args.dequantize == Some(true) || args.quantize == Some(QuantizeFormat::None);
     let refused = |title, cause, next| Err(Failure::usage(title, cause).next(next));
-    if packs && unpacks {
+    if quantizes && dequantizes {
         return refused(
             both("--quantize and --dequantize", "--quantize 与 --dequantize"),
             both(
-                "an export packs weights or unpacks them",
+                "an export quantizes weights or dequantizes them",
                 "导出要么压缩权重，要么解压权重",
             ),
             both("leave one of the flags out", "请去掉其中一个参数"),
         );
     }
-    if is_packed && merges && args.merge_base == Some(MergeBase::Original) {
+    if is_quantized && merges && args.merge_base == Some(MergeBase::Original) {
         return refused(
             both(
-                "the base model has only packed weights",
+                "the base model has only quantized weights",
                 "基座模型只有压缩存储的权重",
             ),
             both(
-                "--merge-base original needs the weights before they were packed",
+                "--merge-base original needs the weights before they were quantized",
                 "--merge-base original 需要压缩之前的权重",
             ),
             both(
-                "give --model the directory that was packed",
+                "give --model the directory that was quantized",
                 "请把压缩之前的目录交给 --model",
             ),
         );
     }
-    if is_packed && !merges && !packs && !unpacks {
+    if is_quantized && !merges && !quantizes && !dequantizes {
         return refused(
             both(
-                "the weights of this directory are packed",
+                "the weights of this directory are quantized",
                 "该目录的权重是压缩存储的",
             ),
             both(
-                "an export could leave them so or unpack them",
+                "an export could leave them so or dequantize them",
                 "导出时可以保持原样，也可以解压",
             ),
             both(
@@ -436,13 +440,13 @@ fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
     ))
 }
 
-/// Copies a small file. In `config.json`, the dtype is set to that of the weights, and the settings of packed weights are
+/// Copies a small file. In `config.json`, the dtype is set to that of the weights, and the settings of quantized weights are
 /// set or removed.
 pub(crate) fn copy(
     file: &SmallFile,
     to: &Path,
     dtype: Option<DType>,
-    packed: Option<&Value>,
+    quantized: Option<&Value>,
 ) -> Result<(), Failure> {
     let from = &file.path;
     let read = file
@@ -457,7 +461,7 @@ pub(crate) fn copy(
         if let Some(dtype) = dtype {
             set_dtype(&mut config, dtype);
         }
-        files::set_quantization(&mut config, packed);
+        files::set_quantization(&mut config, quantized);
         (config != before)
             .then(|| serde_json::to_vec_pretty(&config).ok())
             .flatten()

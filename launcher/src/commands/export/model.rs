@@ -1,11 +1,11 @@
 //! Export of whole models, with adapters and trained parts merged.
 
-use super::{BLOCK_ELEMS, PackedExport, packed, read};
+use super::{BLOCK_ELEMS, QuantizedExport, quantized, read};
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{both, text};
 use crate::model::stored::{TensorFiles, bytes_of, write_finite};
 use engine::checkpoint::{CheckpointError, ShardedTensorWriter, TensorSpec};
-use kernels::{Backend, CpuBackend, DType, MatmulArgs, Packing, Shape, Tag, Transpose};
+use kernels::{Backend, CpuBackend, DType, MatmulArgs, Quantization, Shape, Tag, Transpose};
 use models::WeightSource;
 use models::adapter::Adapter;
 use models::sat::write::{SatWriter, TensorOf};
@@ -17,27 +17,29 @@ use std::path::Path;
 pub(super) struct Values<'a> {
     pub(super) model: &'a WeightSource,
     pub(super) adapter: Option<&'a Adapter>,
-    /// The weights to pack.
-    pub(super) packs: Option<&'a PackedExport>,
+    /// The weights to quantize.
+    pub(super) quantizes: Option<&'a QuantizedExport>,
     /// Number format of all tensors; `None` keeps that of each.
     pub(super) dtype: Option<DType>,
 }
 
 impl Values<'_> {
-    fn packing(&self, tensor: &TensorSpec) -> Option<Packing> {
-        self.packs?.packings.get(&tensor.name).copied()
+    fn quantization(&self, tensor: &TensorSpec) -> Option<Quantization> {
+        self.quantizes?.quantizations.get(&tensor.name).copied()
     }
 
     /// The tensors in files that `tensor` becomes.
     fn parts(&self, tensor: &TensorSpec) -> Vec<TensorSpec> {
-        match self.packing(tensor) {
-            Some(packing) => packed::specs(&tensor.name, packing, &tensor.shape, tensor.dtype),
+        match self.quantization(tensor) {
+            Some(quantization) => {
+                quantized::specs(&tensor.name, quantization, &tensor.shape, tensor.dtype)
+            }
             None => vec![tensor.clone()],
         }
     }
 }
 
-/// The tensors to write, before they are packed.
+/// The tensors to write, before they are quantized.
 fn listed(values: &Values<'_>) -> Result<Vec<TensorSpec>, Failure> {
     let (model, dtype) = (values.model, values.dtype);
     let mut tensors = Vec::new();
@@ -143,14 +145,14 @@ fn fill(
                 None => base(range, tensor.dtype),
             }
         };
-        let Some(packing) = values.packing(tensor) else {
+        let Some(quantization) = values.quantization(tensor) else {
             bytes += write_finite(file, tensor, rows_at_once, |range| block(range, tensor))?;
             continue;
         };
         let unchanged = own.is_none() && low_rank.is_none();
-        let packed = if unchanged && model.packing(&tensor.name) == Some(packing) {
+        let quantized = if unchanged && model.quantization(&tensor.name) == Some(quantization) {
             model
-                .read_packed(&tensor.name)
+                .read_quantized(&tensor.name)
                 .map_err(|e| failures::weights(&e))?
         } else {
             let wide = TensorSpec {
@@ -159,13 +161,13 @@ fn fill(
             };
             let shape = Shape::new(&tensor.shape);
             let plain = bytemuck::pod_collect_to_vec(&block(0..shape.elems(), &wide)?);
-            let mut packed = vec![0; packing.bytes(shape)];
-            packing.pack(&plain, shape, &mut packed);
-            packed
+            let mut quantized = vec![0; quantization.bytes(shape)];
+            quantization.quantize(&plain, shape, &mut quantized);
+            quantized
         };
         let specs = values.parts(tensor);
         let of = (&tensor.shape[..], tensor.dtype);
-        bytes += packed::write(file, &specs, packing, &packed, of)?;
+        bytes += quantized::write(file, &specs, quantization, &quantized, of)?;
     }
     Ok(bytes)
 }

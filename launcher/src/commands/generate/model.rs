@@ -47,7 +47,7 @@ impl OpenModel {
         let mut weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
         if let Some(trained) = adapter.and_then(|dir| Checkpoint::open(dir).ok()) {
             // Adapters belong to the weights that they were trained beside.
-            weights.pack_on_read(quantize::recorded(trained.meta()));
+            weights.quantize_on_read(quantize::recorded(trained.meta()));
         }
         let adapter = adapter.map(|dir| open_adapter(dir, &weights)).transpose()?;
         let dtype = match precision {
@@ -134,8 +134,8 @@ fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
 fn stored_dtype(weights: &WeightSource) -> DType {
     let wide = weights
         .names()
-        // A packed weight has the precision of no float.
-        .filter(|name| weights.packing(name).is_none())
+        // A quantized weight has the precision of no float.
+        .filter(|name| weights.quantization(name).is_none())
         .filter_map(|name| weights.dtype(name))
         .all(|dtype| dtype == DType::F32);
     if wide { DType::F32 } else { DType::BF16 }

@@ -9,7 +9,7 @@ use crate::error::Failure;
 use crate::launch::supervisor::own_program;
 use crate::model::quantize;
 use crate::rank_env::MATMUL;
-use kernels::{DType, Packing};
+use kernels::{DType, Quantization};
 use models::Family;
 use serde_json::Value;
 use std::fs;
@@ -183,9 +183,9 @@ pub(super) fn formats(config: &RunConfig) -> Vec<String> {
         let least = if eight_bit { BLOCKWISE_RANK } else { 0 };
         add("--lora-rank", &lora.lora_rank.max(least).to_string());
     }
-    if let Some(packing) = quantize::packing(config) {
-        add("--quantize", packing.name());
-        if matches!(packing, Packing::FourBit { double: true, .. }) {
+    if let Some(quantization) = quantize::quantization(config) {
+        add("--quantize", quantization.name());
+        if matches!(quantization, Quantization::FourBit { double: true, .. }) {
             add("--quantize-double", "true");
         }
         // Modules of the run need not exist in the tiny model.

@@ -185,7 +185,7 @@ fn spec() -> ModelSpec {
                 shape: Shape::new(&[*elems]),
                 unit: UnitId(unit as u32),
                 trainable: *trainable,
-                packing: None,
+                quantization: None,
             });
         }
         spec.units.push(UnitSpec { name });

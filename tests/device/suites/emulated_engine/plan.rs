@@ -47,8 +47,8 @@ fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample
 struct Also {
     library: Library,
     adapters: bool,
-    /// Whether the weights beside adapters are packed.
-    packed: bool,
+    /// Whether the weights beside adapters are quantized.
+    quantized: bool,
     /// Whether layer inputs are recomputed.
     again: bool,
 }
@@ -56,7 +56,7 @@ struct Also {
 const PLAIN: Also = Also {
     library: Library::Absent,
     adapters: false,
-    packed: false,
+    quantized: false,
     again: false,
 };
 
@@ -74,12 +74,12 @@ fn agree_with(
     let Also {
         library,
         adapters,
-        packed,
+        quantized,
         again,
     } = also;
     let dir = pack(family);
-    let options = match packed {
-        true => setup::packed_options(precision),
+    let options = match quantized {
+        true => setup::quantized_options(precision),
         false => setup::options(precision, adapters),
     };
     let model = open_model(&dir, options)?;
@@ -158,7 +158,7 @@ fn train(
 
 /// The tensors of a run have the offsets of the memory plan for the same batch, whatever ran before. No tensor is
 /// outside the plan, and every counter equals the planned one.
-fn packed(family: &str, activation: Tier, weights: Weights, library: Library) -> Result<()> {
+fn quantized(family: &str, activation: Tier, weights: Weights, library: Library) -> Result<()> {
     let dir = pack(family);
     let precision = Precision::Bf16;
     let model = open_model(&dir, setup::options(precision, true))?;
@@ -199,14 +199,14 @@ fn packed(family: &str, activation: Tier, weights: Weights, library: Library) ->
 #[test]
 fn tensors_have_the_offsets_of_the_memory_plan() -> Result<()> {
     let (device, host) = (Tier::Device, Tier::Host);
-    packed(
+    quantized(
         "minicpm-v-2_6",
         device,
         Weights::Prefetched,
         Library::Absent,
     )?;
-    packed("glm-4v-9b", host, Weights::Kept, Library::Multiplies)?;
-    packed("cogvlm-chat-hf", device, Weights::Leased, Library::Absent)
+    quantized("glm-4v-9b", host, Weights::Kept, Library::Multiplies)?;
+    quantized("cogvlm-chat-hf", device, Weights::Leased, Library::Absent)
 }
 
 /// Compares every counter and offset. A tensor allocated in only one of the two would shift the later ones.
@@ -218,11 +218,11 @@ fn same(planned: &PoolStats, measured: &PoolStats) {
     assert_eq!(planned, measured);
 }
 
-/// Packed weights rest packed, and one unit at a time is unpacked.
+/// Quantized weights rest so, and one unit at a time is dequantized.
 #[test]
 fn packed_weights_take_the_planned_memory() -> Result<()> {
     let also = Also {
-        packed: true,
+        quantized: true,
         ..PLAIN
     };
     for weights in [Weights::Prefetched, Weights::Kept] {

@@ -11,10 +11,10 @@ use engine::{
     ModelSpec, Offload, OptimizerConfig, OptimizerInBackward, Plan, Precision, Stage, Tier, Tiers,
     UnitSpec, Zero, ZeroConfig,
 };
-use kernels::{Backend, Codebook, DType, Packing, Pool};
+use kernels::{Backend, Codebook, DType, Pool, Quantization};
 use models::data::EncodedSample;
 use models::lora::{LoraConfig, LoraTargets};
-use models::{ModelOptions, PackedWeights, VisionLanguageModel, WeightSource};
+use models::{ModelOptions, QuantizedWeights, VisionLanguageModel, WeightSource};
 use optim::GroupOptions;
 
 pub const ARENA_BYTES: u64 = 256 << 20;
@@ -76,12 +76,12 @@ pub fn options(precision: Precision, adapters: bool) -> ModelOptions {
     options
 }
 
-/// The same with adapters, beside a language model packed in 4 bits.
-pub fn packed_options(precision: Precision) -> ModelOptions {
+/// The same with adapters, beside a language model quantized in 4 bits.
+pub fn quantized_options(precision: Precision) -> ModelOptions {
     let mut options = options(precision, true);
     (options.tune_vision, options.tune_llm) = (false, false);
-    options.packed = PackedWeights::Chosen {
-        packing: Packing::four_bit(Codebook::Nf4, true),
+    options.quantized = QuantizedWeights::Chosen {
+        quantization: Quantization::four_bit(Codebook::Nf4, true),
         modules: None,
     };
     options

@@ -71,8 +71,8 @@ pub struct How {
     pub text_pass: Option<usize>,
     /// Whether only adapters are trainable.
     pub adapters: bool,
-    /// Whether adapters train beside packed weights.
-    pub packed: bool,
+    /// Whether adapters train beside quantized weights.
+    pub quantized: bool,
     pub library: Library,
     /// Whether each segment's recompute is compared with its first run, for which the host waits.
     pub check: bool,
@@ -97,7 +97,7 @@ impl How {
             again: false,
             text_pass: None,
             adapters: false,
-            packed: false,
+            quantized: false,
             library: Library::Absent,
             check: true,
             graphs: None,
@@ -117,8 +117,8 @@ pub fn train(
     how: How,
     backend: Arc<dyn Backend>,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
-    let options = match how.packed {
-        true => setup::packed_options(how.precision),
+    let options = match how.quantized {
+        true => setup::quantized_options(how.precision),
         false => setup::options(how.precision, how.adapters),
     };
     let model = open_model(dir, options)?;
@@ -218,7 +218,7 @@ fn packed_weights_agree_with_the_cpu() -> Result<()> {
         (Precision::Bf16, Weights::Kept),
     ] {
         let mut how = How::new(precision);
-        (how.packed, how.weights) = (true, weights);
+        (how.quantized, how.weights) = (true, weights);
         agree_how("glm-4.1v-9b-thinking", how)?;
     }
     Ok(())

@@ -50,7 +50,7 @@ tests! {
         a_driver_of_cuda_12_trains
         the_demo_on_two_ranks_agrees_with_the_cpu
         families_agree_with_the_cpu
-        packed_directories_agree_with_the_cpu
+        quantized_directories_agree_with_the_cpu
         frozen_weights_are_registered_or_copied_through_pinned_chunks
         moments_of_8_bits_agree_with_the_cpu
         states_on_disk_agree_with_the_cpu;

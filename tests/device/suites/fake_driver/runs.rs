@@ -267,8 +267,8 @@ pub(crate) fn families_agree_with_the_cpu() {
     }
 }
 
-/// Adapters on a directory that bitsandbytes packed, with states and packed weights on every tier.
-pub(crate) fn packed_directories_agree_with_the_cpu() {
+/// Adapters on a directory that bitsandbytes quantized, with states and quantized weights on every tier.
+pub(crate) fn quantized_directories_agree_with_the_cpu() {
     let site = Site::with_samples();
     let packs = ["glm-4.1v-nf4-decoder", "minicpm-v-nf4", "glm-4.1v-int8"];
     for pack in &packs[..if every() { packs.len() } else { 1 }] {

@@ -694,7 +694,7 @@ pub(super) const FOREIGN: [Foreign; 23] = [
     (
         &["BNB_CUDA_VERSION", "BITSANDBYTES_NOWELCOME"],
         both(
-            "weights are packed and unpacked by kernels of this program",
+            "weights are quantized and dequantized by kernels of this program",
             "权重由本程序自己的内核压缩和解压",
         ),
         both("--quantize", "--quantize"),

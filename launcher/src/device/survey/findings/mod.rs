@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::facts::{Facts, Gpu};
 use crate::lang::{Text, both, text};
 use crate::units::bytes;
-use kernels::{Codebook, Packing, Shape};
+use kernels::{Codebook, Quantization, Shape};
 
 /// Minimum compute capability that the kernels need.
 const MINIMUM_CAPABILITY: (u32, u32) = (8, 0);
@@ -41,7 +41,7 @@ pub struct FrozenParams {
 impl FrozenParams {
     fn of(memory_bytes: u64) -> Self {
         let shape = Shape::new(&[1 << 12, 1 << 12]);
-        let bytes = Packing::four_bit(Codebook::Nf4, true).bytes(shape);
+        let bytes = Quantization::four_bit(Codebook::Nf4, true).bytes(shape);
         let in_4_bits = u128::from(memory_bytes) * shape.elems() as u128 / bytes as u128;
         Self {
             in_16_bits: memory_bytes / 2,

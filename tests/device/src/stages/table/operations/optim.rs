@@ -1,11 +1,11 @@
-//! Rows of an update: casts, unpacked weights, sums and norms of gradients, steps of `AdamW`.
+//! Rows of an update: casts, dequantized weights, sums and norms of gradients, steps of `AdamW`.
 
 use anyhow::{Context, Result};
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::adamw::{self, Form};
 use kernels::cuda::ops::grad_norm::{self, Clip, SquareSums};
 use kernels::cuda::ops::{accumulate, cast, unpack};
-use kernels::{Codebook, DType, Packing, Shape};
+use kernels::{Codebook, DType, Quantization, Shape};
 use optim::AdamW;
 
 use super::{Amount, Prepared, Rows, Targets};
@@ -17,12 +17,14 @@ pub(super) fn add(rows: &mut Rows) {
         let name = format!("cast {from} to {to}, 256 Mi");
         rows.add(name, Targets::COPY, move |on| cast_row(on, from, to));
     }
-    for (packing, to) in [
-        (Packing::four_bit(Codebook::Nf4, true), bf16),
-        (Packing::Int8, bf16),
+    for (quantization, to) in [
+        (Quantization::four_bit(Codebook::Nf4, true), bf16),
+        (Quantization::Int8, bf16),
     ] {
-        let name = format!("unpack {packing} to {to}, 256 Mi");
-        rows.add(name, Targets::COPY, move |on| unpack_row(on, packing, to));
+        let name = format!("unpack {quantization} to {to}, 256 Mi");
+        rows.add(name, Targets::COPY, move |on| {
+            unpack_row(on, quantization, to)
+        });
     }
     // PyTorch has no copy of master weights, and no update of 16-bit weights with f32 moments.
     let forms = [
@@ -107,15 +109,15 @@ fn cast_row(on: &mut Operands<'_>, from: DType, to: DType) -> Result<Prepared> {
     Ok((Amount::Bytes(bytes), vec![vec![launch]]))
 }
 
-fn unpack_row(on: &mut Operands<'_>, packing: Packing, to: DType) -> Result<Prepared> {
+fn unpack_row(on: &mut Operands<'_>, quantization: Quantization, to: DType) -> Result<Prepared> {
     let columns = 1 << 12;
     let n = (on.scale.params as usize).next_multiple_of(columns);
     let shape = Shape::new(&[n / columns, columns]);
     // Zero is a valid code and a valid magnitude.
-    let x = on.zeros(packing.bytes(shape))?;
+    let x = on.zeros(quantization.bytes(shape))?;
     let y = on.output(n * to.size_bytes())?;
-    let launch = unpack::launch(packing, x, shape, to, y).context("a float")?;
-    let bytes = (packing.bytes(shape) + n * to.size_bytes()) as f64;
+    let launch = unpack::launch(quantization, x, shape, to, y).context("a float")?;
+    let bytes = (quantization.bytes(shape) + n * to.size_bytes()) as f64;
     Ok((Amount::Bytes(bytes), vec![vec![launch]]))
 }
 

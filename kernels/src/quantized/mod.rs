@@ -1,14 +1,14 @@
-//! Packed weights: 4 or 8 bits a weight, with the numbers and roundings of bitsandbytes.
+//! Quantized weights: 4 or 8 bits a weight, with the numbers and roundings of bitsandbytes.
 //!
-//! A packed tensor is one run of bytes, in this order; every part begins at a multiple of 16 bytes:
+//! A quantized tensor is one run of bytes, in this order; every part begins at a multiple of 16 bytes:
 //!
-//! | packing | parts |
+//! | quantization | parts |
 //! |---|---|
 //! | 4 bits | codes, two a byte, the first in the high nibble; the largest magnitude of each block, f32 |
 //! | 4 bits, double | codes; offset, f32; scale of each 256 magnitudes, f32; codes of the magnitudes, one byte each |
 //! | int8 | codes, i8; the largest magnitude of each row, f32 |
 //!
-//! Blocks count from the tensor's first element and cross rows. Each block is packed and unpacked by itself, so results
+//! Blocks count from the tensor's first element and cross rows. Each block is quantized and dequantized by itself, so results
 //! do not depend on threads.
 
 mod tables;
@@ -19,15 +19,15 @@ use rayon::prelude::*;
 use std::ops::Range;
 use tables::{FP4, FP4_RANKED, FP4_THRESHOLDS, NF4, NF4_THRESHOLDS};
 
-/// Magnitudes that share one scale when they are packed themselves.
+/// Magnitudes that share one scale when they are quantized themselves.
 pub const NESTED_BLOCK: usize = 256;
-/// Bytes at whose multiples the parts of a packed tensor begin.
+/// Bytes at whose multiples the parts of a quantized tensor begin.
 const PART_ALIGN: usize = 16;
 /// Smallest divisor of a block, as bitsandbytes has it.
 const LEAST_MAGNITUDE: f32 = 1e-38;
 /// `1 / 127` as bitsandbytes spells it.
 const INT8_STEP: f32 = 7.874_016e-3;
-/// Elements that one task packs or unpacks, at least.
+/// Elements that one task quantizes or dequantizes, at least.
 const TASK_ELEMS: usize = 1 << 15;
 
 /// Meaning of 4-bit codes.
@@ -67,30 +67,30 @@ impl Codebook {
     }
 }
 
-/// Values of the 256 codes of packed magnitudes, ascending.
+/// Values of the 256 codes of quantized magnitudes, ascending.
 #[must_use]
 pub fn nested_values() -> &'static [f32; 256] {
     &dynamic_map::SIGNED
 }
 
-/// How a weight is packed.
+/// How a weight is quantized.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Packing {
+pub enum Quantization {
     /// 4 bits a weight.
     FourBit {
         /// Meaning of the codes.
         codebook: Codebook,
         /// Consecutive elements that share one magnitude: a power of two, at least 32.
         block_elems: u32,
-        /// Whether the magnitudes are packed too, in 8 bits (double quantization).
+        /// Whether the magnitudes are quantized too, in 8 bits (double quantization).
         double: bool,
     },
     /// 8 bits a weight, one scale per row.
     Int8,
 }
 
-impl Packing {
-    /// 4 bits a weight in blocks of 64, as bitsandbytes packs by default.
+impl Quantization {
+    /// 4 bits a weight in blocks of 64, as bitsandbytes quantizes by default.
     #[must_use]
     pub const fn four_bit(codebook: Codebook, double: bool) -> Self {
         Self::FourBit {
@@ -109,7 +109,7 @@ impl Packing {
         }
     }
 
-    /// Parts of a packed tensor of `shape`, as ranges of its bytes.
+    /// Parts of a quantized tensor of `shape`, as ranges of its bytes.
     #[must_use]
     pub fn parts(self, shape: Shape) -> Parts {
         let elems = shape.elems();
@@ -157,13 +157,13 @@ impl Packing {
         }
     }
 
-    /// Bytes of a packed tensor of `shape`.
+    /// Bytes of a quantized tensor of `shape`.
     #[must_use]
     pub fn bytes(self, shape: Shape) -> usize {
         self.parts(shape).magnitudes.end
     }
 
-    /// Elements at whose multiples a tensor of `shape` may be cut into tensors that are packed the same.
+    /// Elements at whose multiples a tensor of `shape` may be cut into tensors that are quantized the same.
     #[must_use]
     pub fn cut_elems(self, shape: Shape) -> usize {
         match self {
@@ -177,11 +177,11 @@ impl Packing {
         }
     }
 
-    /// Packs the finite `values` of a tensor of `shape` into `out`.
+    /// Quantizes the finite `values` of a tensor of `shape` into `out`.
     ///
     /// # Panics
     /// When the lengths do not fit `shape`.
-    pub fn pack(self, values: &[f32], shape: Shape, out: &mut [u8]) {
+    pub fn quantize(self, values: &[f32], shape: Shape, out: &mut [u8]) {
         assert_eq!(values.len(), shape.elems(), "values of {shape}");
         assert_eq!(out.len(), self.bytes(shape), "bytes of {shape}");
         out.fill(0);
@@ -195,25 +195,25 @@ impl Packing {
                 double,
             } => {
                 let block = block_elems as usize;
-                let magnitudes = pack_blocks(codebook, block, values, codes);
+                let magnitudes = quantize_blocks(codebook, block, values, codes);
                 match double {
-                    true => pack_magnitudes(&magnitudes, &parts, rest),
+                    true => quantize_magnitudes(&magnitudes, &parts, rest),
                     false => write_floats(&magnitudes, rest),
                 }
             }
-            Self::Int8 => write_floats(&pack_rows(values, shape.last(), codes), rest),
+            Self::Int8 => write_floats(&quantize_rows(values, shape.last(), codes), rest),
         }
     }
 
-    /// Unpacks a packed tensor of `shape` into `out`, each value rounded once to the nearest, ties to even.
+    /// Dequantizes a quantized tensor of `shape` into `out`, each value rounded once to the nearest, ties to even.
     ///
     /// # Panics
     /// When the lengths do not fit `shape`.
-    pub fn unpack<T: Float>(self, packed: &[u8], shape: Shape, out: &mut [T]) {
+    pub fn dequantize<T: Float>(self, quantized: &[u8], shape: Shape, out: &mut [T]) {
         assert_eq!(out.len(), shape.elems(), "values of {shape}");
-        assert_eq!(packed.len(), self.bytes(shape), "bytes of {shape}");
+        assert_eq!(quantized.len(), self.bytes(shape), "bytes of {shape}");
         let parts = self.parts(shape);
-        let codes = &packed[parts.codes.clone()];
+        let codes = &quantized[parts.codes.clone()];
         match self {
             Self::FourBit {
                 codebook,
@@ -227,7 +227,7 @@ impl Packing {
                     let first = i * (task / block);
                     let blocks = out.chunks_mut(block).zip(codes.chunks(block / 2));
                     for (j, (out, codes)) in blocks.enumerate() {
-                        let magnitude = parts.magnitude(self, packed, first + j);
+                        let magnitude = parts.magnitude(self, quantized, first + j);
                         let values = codebook.values().map(|v| T::from_f32(v * magnitude));
                         for (pair, code) in out.chunks_mut(2).zip(codes) {
                             pair[0] = values[usize::from(code >> 4)];
@@ -243,7 +243,7 @@ impl Packing {
                 let rows = out.par_chunks_mut(columns).zip(codes.par_chunks(columns));
                 let rows = rows.with_min_len(TASK_ELEMS.div_ceil(columns));
                 rows.enumerate().for_each(|(row, (out, codes))| {
-                    let magnitude = parts.magnitude(self, packed, row);
+                    let magnitude = parts.magnitude(self, quantized, row);
                     for (out, code) in out.iter_mut().zip(codes) {
                         let code = f32::from(i8::from_ne_bytes([*code]));
                         *out = T::from_f32(code * magnitude * INT8_STEP);
@@ -254,7 +254,7 @@ impl Packing {
     }
 }
 
-impl std::fmt::Display for Packing {
+impl std::fmt::Display for Quantization {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())?;
         match self {
@@ -272,7 +272,7 @@ impl std::fmt::Display for Packing {
     }
 }
 
-/// Ranges of bytes of a packed tensor's parts. Parts that a packing lacks are empty.
+/// Ranges of bytes of a quantized tensor's parts. Parts that a quantization lacks are empty.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Parts {
     /// Codes of the weights.
@@ -281,7 +281,7 @@ pub struct Parts {
     pub offset: Range<usize>,
     /// Scales of the codes of the magnitudes.
     pub nested: Range<usize>,
-    /// Magnitudes of blocks or rows: f32, or one byte each if they are packed.
+    /// Magnitudes of blocks or rows: f32, or one byte each if they are quantized.
     pub magnitudes: Range<usize>,
 }
 
@@ -294,14 +294,19 @@ impl Parts {
         }
     }
 
-    fn magnitude(&self, packing: Packing, packed: &[u8], index: usize) -> f32 {
+    fn magnitude(&self, quantization: Quantization, quantized: &[u8], index: usize) -> f32 {
         let float = |part: &Range<usize>, i: usize| {
             let at = part.start + 4 * i;
-            f32::from_le_bytes([packed[at], packed[at + 1], packed[at + 2], packed[at + 3]])
+            f32::from_le_bytes([
+                quantized[at],
+                quantized[at + 1],
+                quantized[at + 2],
+                quantized[at + 3],
+            ])
         };
-        match packing {
-            Packing::FourBit { double: true, .. } => {
-                let code = packed[self.magnitudes.start + index];
+        match quantization {
+            Quantization::FourBit { double: true, .. } => {
+                let code = quantized[self.magnitudes.start + index];
                 let scale = float(&self.nested, index / NESTED_BLOCK);
                 dynamic_map::SIGNED[usize::from(code)] * scale + float(&self.offset, 0)
             }
@@ -320,8 +325,8 @@ fn write_floats(values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Packs the codes of all blocks; returns the largest magnitude of each.
-fn pack_blocks(codebook: Codebook, block: usize, values: &[f32], codes: &mut [u8]) -> Vec<f32> {
+/// Quantizes the codes of all blocks; returns the largest magnitude of each.
+fn quantize_blocks(codebook: Codebook, block: usize, values: &[f32], codes: &mut [u8]) -> Vec<f32> {
     let mut magnitudes = vec![0.0; values.len().div_ceil(block)];
     let blocks = values
         .par_chunks(block)
@@ -339,8 +344,8 @@ fn pack_blocks(codebook: Codebook, block: usize, values: &[f32], codes: &mut [u8
     magnitudes
 }
 
-/// Packs magnitudes around their mean. `out` begins with the offset.
-fn pack_magnitudes(magnitudes: &[f32], parts: &Parts, out: &mut [u8]) {
+/// Quantizes magnitudes around their mean. `out` begins with the offset.
+fn quantize_magnitudes(magnitudes: &[f32], parts: &Parts, out: &mut [u8]) {
     let start = parts.offset.start;
     let sum: f64 = magnitudes.iter().map(|m| f64::from(*m)).sum();
     let offset = (sum / magnitudes.len().max(1) as f64) as f32;
@@ -392,8 +397,8 @@ fn nested_code(y: f32) -> u8 {
     }
 }
 
-/// Packs the codes of all rows, from values rounded to f16; returns the largest magnitude of each row.
-fn pack_rows(values: &[f32], columns: usize, codes: &mut [u8]) -> Vec<f32> {
+/// Quantizes the codes of all rows, from values rounded to f16; returns the largest magnitude of each row.
+fn quantize_rows(values: &[f32], columns: usize, codes: &mut [u8]) -> Vec<f32> {
     let columns = columns.max(1);
     let mut magnitudes = vec![0.0; values.len() / columns];
     let rows = values

@@ -1,4 +1,4 @@
-//! Tables of packed weights: the values that codes stand for, and the thresholds between them.
+//! Tables of quantized weights: the values that codes stand for, and the thresholds between them.
 //!
 //! They are those of bitsandbytes, bit for bit. Values are shortest decimals that give the same f32.
 

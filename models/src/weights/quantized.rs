@@ -1,31 +1,31 @@
-//! Weights that bitsandbytes packed: which tensors belong together, whether they fit, and their bytes.
+//! Weights that bitsandbytes quantized: which tensors belong together, whether they fit, and their bytes.
 //!
-//! A weight `M.weight` is packed in 4 bits if `M.weight.quant_state.bitsandbytes__nf4` (or `__fp4`) is present, and in 8
+//! A weight `M.weight` is quantized in 4 bits if `M.weight.quant_state.bitsandbytes__nf4` (or `__fp4`) is present, and in 8
 //! bits if `M.SCB` is. Its parts become one entry with the shape of the weight; a source lists no part by itself. All of
 //! what the files claim is checked when they are opened.
 
 use super::{Entry, Location, Result, WeightError, WeightSource, read_error};
-use kernels::packed::{NESTED_BLOCK, nested_values};
-use kernels::{Codebook, DType, MAX_RANK, Packing, Shape};
+use kernels::quantized::{NESTED_BLOCK, nested_values};
+use kernels::{Codebook, DType, MAX_RANK, Quantization, Shape};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
-/// Largest description of a packed weight in bytes; bitsandbytes writes less than 300.
+/// Largest description of a quantized weight in bytes; bitsandbytes writes less than 300.
 const MAX_STATE_BYTES: u64 = 1 << 16;
 /// Largest block of elements that bitsandbytes makes, and the smallest.
 const BLOCKS: Range<u32> = 32..4097;
-/// Elements that are unpacked at once.
+/// Elements that are dequantized at once.
 pub(super) const CHUNK_ELEMS: usize = 1 << 20;
 /// Part of a tensor's name before the name of its codebook.
 const STATE: &str = ".quant_state.bitsandbytes__";
 
-/// Why a packed weight cannot be read.
+/// Why a quantized weight cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum PackedFault {
+pub enum QuantizationFault {
     /// The description of the weight is too large or not valid JSON.
     #[error("quant_state is not valid JSON of the known form")]
     State(#[source] Option<serde_json::Error>),
@@ -68,9 +68,9 @@ pub enum PackedFault {
     NotFinite,
 }
 
-type Found<T> = std::result::Result<T, PackedFault>;
+type Found<T> = std::result::Result<T, QuantizationFault>;
 
-/// Place of one part of a packed weight: file, first byte, size in bytes.
+/// Place of one part of a quantized weight: file, first byte, size in bytes.
 #[derive(Clone, Debug)]
 struct Part {
     shard: usize,
@@ -78,10 +78,10 @@ struct Part {
     bytes: u64,
 }
 
-/// A weight whose parts are packed in the files.
+/// A weight whose parts are quantized in the files.
 #[derive(Debug)]
-pub(super) struct StoredPacked {
-    pub(super) packing: Packing,
+pub(super) struct StoredQuantized {
+    pub(super) quantization: Quantization,
     shape: Shape,
     codes: Part,
     magnitudes: Part,
@@ -101,132 +101,138 @@ struct State {
     nested_offset: Option<f64>,
 }
 
-/// Weights that are packed when they are read, and the one packed last.
+/// Weights that are quantized when they are read, and the one quantized last.
 #[derive(Debug, Default)]
-pub(super) struct PackedOnRead {
-    packings: BTreeMap<String, Packing>,
+pub(super) struct QuantizedOnRead {
+    quantizations: BTreeMap<String, Quantization>,
     last: Mutex<Option<(String, Vec<u8>)>>,
 }
 
 impl WeightSource {
-    /// Packings of the weights that are packed in the files, or with [`WeightSource::pack_on_read`], by name.
+    /// Quantizations of the weights that are quantized in the files, or with [`WeightSource::quantize_on_read`], by name.
     #[must_use]
-    pub fn packings(&self) -> BTreeMap<String, Packing> {
+    pub fn quantizations(&self) -> BTreeMap<String, Quantization> {
         let names = self.tensors.keys();
-        let packed = names.filter_map(|name| Some((name.clone(), self.packing(name)?)));
-        packed.collect()
+        let quantized = names.filter_map(|name| Some((name.clone(), self.quantization(name)?)));
+        quantized.collect()
     }
 
-    /// Packing of the weight called `name`; `None` if it has plain values.
+    /// Quantization of the weight called `name`; `None` if it has plain values.
     #[must_use]
-    pub fn packing(&self, name: &str) -> Option<Packing> {
+    pub fn quantization(&self, name: &str) -> Option<Quantization> {
         match &self.tensors.get(name)?.place {
-            Location::Packed(packed) => Some(packed.packing),
-            _ => self.on_read.packings.get(name).copied(),
+            Location::Quantized(quantized) => Some(quantized.quantization),
+            _ => self.on_read.quantizations.get(name).copied(),
         }
     }
 
-    /// Packs plain weights when they are read: all later reads give the values that the packed weights stand for. Names
-    /// that no file has, and weights that are packed already, stay as they are.
-    pub fn pack_on_read(&mut self, mut packings: BTreeMap<String, Packing>) {
-        packings.retain(|name, _| {
+    /// Quantizes plain weights when they are read: all later reads give the values that the quantized weights stand for. Names
+    /// that no file has, and weights that are quantized already, stay as they are.
+    pub fn quantize_on_read(&mut self, mut quantizations: BTreeMap<String, Quantization>) {
+        quantizations.retain(|name, _| {
             let entry = self.tensors.get(name);
-            entry.is_some_and(|entry| !matches!(entry.place, Location::Packed(_)))
+            entry.is_some_and(|entry| !matches!(entry.place, Location::Quantized(_)))
         });
-        self.on_read.packings = packings;
+        self.on_read.quantizations = quantizations;
     }
 
-    /// Bytes of the packed weight called `name`, in the form of [`Packing`].
+    /// Bytes of the quantized weight called `name`, in the form of [`Quantization`].
     ///
     /// # Errors
-    /// When the weight is not packed, a value is not finite, or reading fails.
-    pub fn read_packed(&self, name: &str) -> Result<Vec<u8>> {
+    /// When the weight is not quantized, a value is not finite, or reading fails.
+    pub fn read_quantized(&self, name: &str) -> Result<Vec<u8>> {
         let entry = self.entry(name)?;
-        match (&entry.place, self.on_read.packings.get(name)) {
-            (Location::Packed(packed), _) => {
-                let elems = 0..packed.shape.elems();
-                self.packed_range(name, packed, elems)
+        match (&entry.place, self.on_read.quantizations.get(name)) {
+            (Location::Quantized(quantized), _) => {
+                let elems = 0..quantized.shape.elems();
+                self.quantized_range(name, quantized, elems)
                     .map(|(bytes, _)| bytes)
             }
-            (_, Some(packing)) => self.pack(name, *packing, Shape::new(&entry.shape)),
+            (_, Some(quantization)) => self.quantize(name, *quantization, Shape::new(&entry.shape)),
             (_, None) => Err(entry.bad_dtype(name, DType::U8)),
         }
     }
 
-    /// Values of a packed weight's elements.
-    pub(super) fn unpack_range(&self, name: &str, elements: Range<usize>) -> Result<Vec<f32>> {
+    /// Values of a quantized weight's elements.
+    pub(super) fn dequantize_range(&self, name: &str, elements: Range<usize>) -> Result<Vec<f32>> {
         let entry = self.entry(name)?;
-        let (bytes, packing, shape, start) = match &entry.place {
-            Location::Packed(packed) => {
-                let (bytes, whole) = self.packed_range(name, packed, elements.clone())?;
-                let columns = packed.shape.last().max(1);
-                let shape = match packed.packing {
-                    Packing::Int8 => Shape::new(&[whole.len() / columns, columns]),
-                    Packing::FourBit { .. } => Shape::new(&[whole.len()]),
+        let (bytes, quantization, shape, start) = match &entry.place {
+            Location::Quantized(quantized) => {
+                let (bytes, whole) = self.quantized_range(name, quantized, elements.clone())?;
+                let columns = quantized.shape.last().max(1);
+                let shape = match quantized.quantization {
+                    Quantization::Int8 => Shape::new(&[whole.len() / columns, columns]),
+                    Quantization::FourBit { .. } => Shape::new(&[whole.len()]),
                 };
-                (bytes, packed.packing, shape, whole.start)
+                (bytes, quantized.quantization, shape, whole.start)
             }
             _ => {
                 let shape = Shape::new(&entry.shape);
-                let packing = self.on_read.packings[name];
-                (self.pack(name, packing, shape)?, packing, shape, 0)
+                let quantization = self.on_read.quantizations[name];
+                (
+                    self.quantize(name, quantization, shape)?,
+                    quantization,
+                    shape,
+                    0,
+                )
             }
         };
         let mut values = vec![0.0f32; shape.elems()];
-        packing.unpack(&bytes, shape, &mut values);
+        quantization.dequantize(&bytes, shape, &mut values);
         values.truncate(elements.end - start);
         values.drain(..elements.start - start);
         Ok(values)
     }
 
-    /// Whether reads of the weight called `name` unpack it.
-    pub(super) fn unpacks(&self, name: &str, entry: &Entry) -> bool {
-        matches!(entry.place, Location::Packed(_)) || self.on_read.packings.contains_key(name)
+    /// Whether reads of the weight called `name` dequantize it.
+    pub(super) fn dequantizes(&self, name: &str, entry: &Entry) -> bool {
+        matches!(entry.place, Location::Quantized(_))
+            || self.on_read.quantizations.contains_key(name)
     }
 
-    /// Packs a plain weight, unless it was the last one packed.
-    fn pack(&self, name: &str, packing: Packing, shape: Shape) -> Result<Vec<u8>> {
+    /// Quantizes a plain weight, unless it was the last one quantized.
+    fn quantize(&self, name: &str, quantization: Quantization, shape: Shape) -> Result<Vec<u8>> {
         let mut last = self
             .on_read
             .last
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, bytes)) = last.as_ref().filter(|(packed, _)| packed == name) {
+        if let Some((_, bytes)) = last.as_ref().filter(|(quantized, _)| quantized == name) {
             return Ok(bytes.clone());
         }
         let mut values = vec![0.0f32; shape.elems()];
         let plain = bytemuck::cast_slice_mut(&mut values);
         self.read_plain(name, 0..shape.elems(), DType::F32, plain)?;
-        let largest = match packing {
-            Packing::Int8 => half::f16::MAX.to_f32(),
-            Packing::FourBit { .. } => f32::MAX,
+        let largest = match quantization {
+            Quantization::Int8 => half::f16::MAX.to_f32(),
+            Quantization::FourBit { .. } => f32::MAX,
         };
         if values
             .iter()
             .any(|value| value.is_nan() || value.abs() > largest)
         {
-            let wanted = if packing == Packing::Int8 {
+            let wanted = if quantization == Quantization::Int8 {
                 DType::F16
             } else {
                 DType::F32
             };
             return Err(self.not_finite_as(name, wanted)?);
         }
-        let mut bytes = vec![0; packing.bytes(shape)];
-        packing.pack(&values, shape, &mut bytes);
+        let mut bytes = vec![0; quantization.bytes(shape)];
+        quantization.quantize(&values, shape, &mut bytes);
         *last = Some((name.to_owned(), bytes.clone()));
         Ok(bytes)
     }
 
-    /// Bytes of a part of a packed weight that contains `elements`, and the elements of that part.
-    fn packed_range(
+    /// Bytes of a part of a quantized weight that contains `elements`, and the elements of that part.
+    fn quantized_range(
         &self,
         name: &str,
-        packed: &StoredPacked,
+        quantized: &StoredQuantized,
         elements: Range<usize>,
     ) -> Result<(Vec<u8>, Range<usize>)> {
-        let (shape, packing) = (packed.shape, packed.packing);
-        let (cut, elems) = (packing.cut_elems(shape), shape.elems());
+        let (shape, quantization) = (quantized.shape, quantized.quantization);
+        let (cut, elems) = (quantization.cut_elems(shape), shape.elems());
         let start = elements.start / cut * cut;
         let whole = start..elements.end.next_multiple_of(cut).min(elems);
         let read = |part: &Part, range: Range<usize>, into: &mut [u8]| {
@@ -238,15 +244,15 @@ impl WeightSource {
             read.map_err(|source| read_error(&shard.path, source))
         };
         let columns = shape.last().max(1);
-        let part_shape = match packing {
-            Packing::Int8 => Shape::new(&[whole.len() / columns, columns]),
-            Packing::FourBit { .. } => Shape::new(&[whole.len()]),
+        let part_shape = match quantization {
+            Quantization::Int8 => Shape::new(&[whole.len() / columns, columns]),
+            Quantization::FourBit { .. } => Shape::new(&[whole.len()]),
         };
-        let parts = packing.parts(part_shape);
-        let mut bytes = vec![0; packing.bytes(part_shape)];
-        let (code_start, first, magnitude_bytes) = match packing {
-            Packing::Int8 => (whole.start, whole.start / columns, 4),
-            Packing::FourBit {
+        let parts = quantization.parts(part_shape);
+        let mut bytes = vec![0; quantization.bytes(part_shape)];
+        let (code_start, first, magnitude_bytes) = match quantization {
+            Quantization::Int8 => (whole.start, whole.start / columns, 4),
+            Quantization::FourBit {
                 block_elems,
                 double,
                 ..
@@ -256,20 +262,20 @@ impl WeightSource {
             }
         };
         let codes = code_start..code_start + parts.codes.len();
-        read(&packed.codes, codes, &mut bytes[parts.codes.clone()])?;
+        read(&quantized.codes, codes, &mut bytes[parts.codes.clone()])?;
         let at = first * magnitude_bytes;
         let magnitudes = at..at + parts.magnitudes.len();
         read(
-            &packed.magnitudes,
+            &quantized.magnitudes,
             magnitudes,
             &mut bytes[parts.magnitudes.clone()],
         )?;
         let mut scales = vec![parts.magnitudes.clone()];
-        if let Some(nested) = &packed.nested {
+        if let Some(nested) = &quantized.nested {
             let at = first / NESTED_BLOCK * 4;
             let range = at..at + parts.nested.len();
             read(nested, range, &mut bytes[parts.nested.clone()])?;
-            bytes[parts.offset.clone()].copy_from_slice(&packed.offset.to_le_bytes());
+            bytes[parts.offset.clone()].copy_from_slice(&quantized.offset.to_le_bytes());
             scales = vec![parts.nested.clone()];
         }
         let mut floats = scales
@@ -278,12 +284,12 @@ impl WeightSource {
         let is_finite = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite();
         match floats.all(is_finite) {
             true => Ok((bytes, whole)),
-            false => Err(fault(name, PackedFault::NotFinite)),
+            false => Err(fault(name, QuantizationFault::NotFinite)),
         }
     }
 
-    /// Joins the parts of every packed weight to one entry.
-    pub(super) fn join_packed(&mut self) -> Result<()> {
+    /// Joins the parts of every quantized weight to one entry.
+    pub(super) fn join_quantized(&mut self) -> Result<()> {
         let names: Vec<String> = self.tensors.keys().cloned().collect();
         for name in &names {
             if let Some((weight, codebook)) = name.split_once(STATE) {
@@ -299,7 +305,7 @@ impl WeightSource {
     }
 
     fn join_four_bit(&mut self, weight: &str, state: &str, codebook: &str) -> Found<()> {
-        let field = |field: &'static str, value: &dyn ToString| PackedFault::Field {
+        let field = |field: &'static str, value: &dyn ToString| QuantizationFault::Field {
             field,
             value: value.to_string(),
         };
@@ -368,13 +374,13 @@ impl WeightSource {
             self.tensors.remove(&format!("{weight}{part}"));
         }
         self.tensors.remove(state);
-        let packing = Packing::FourBit {
+        let quantization = Quantization::FourBit {
             codebook,
             block_elems: found.blocksize,
             double: is_double,
         };
-        let stored = StoredPacked {
-            packing,
+        let stored = StoredQuantized {
+            quantization,
             shape: Shape::new(&found.shape),
             codes,
             magnitudes,
@@ -388,10 +394,10 @@ impl WeightSource {
     fn join_int8(&mut self, module: &str, weight: &str) -> Found<()> {
         let scales = format!("{module}.SCB");
         let entry = self.tensors.get(weight);
-        let entry = entry.ok_or(PackedFault::Missing { part: "weight" })?;
+        let entry = entry.ok_or(QuantizationFault::Missing { part: "weight" })?;
         let shape = entry.shape.clone();
         if entry.dtype_name != "I8" || shape.len() != 2 || shape.contains(&0) {
-            return Err(PackedFault::Field {
+            return Err(QuantizationFault::Field {
                 field: "weight",
                 value: format!("{} {shape:?}", entry.dtype_name),
             });
@@ -403,7 +409,7 @@ impl WeightSource {
             let part = self.part(&format, ".weight_format", Some("U8"), 1)?;
             let value = self.small(&part)?[0];
             if value != 0 {
-                return Err(PackedFault::Field {
+                return Err(QuantizationFault::Field {
                     field: "weight_format",
                     value: value.to_string(),
                 });
@@ -411,8 +417,8 @@ impl WeightSource {
             self.tensors.remove(&format);
         }
         self.tensors.remove(&scales);
-        let stored = StoredPacked {
-            packing: Packing::Int8,
+        let stored = StoredQuantized {
+            quantization: Quantization::Int8,
             shape: Shape::new(&shape),
             codes,
             magnitudes,
@@ -423,11 +429,11 @@ impl WeightSource {
         Ok(())
     }
 
-    fn join(&mut self, weight: &str, shape: Vec<usize>, stored: StoredPacked) {
+    fn join(&mut self, weight: &str, shape: Vec<usize>, stored: StoredQuantized) {
         if let Some(entry) = self.tensors.get_mut(weight) {
             entry.shape = shape;
             entry.dtype = Some(DType::F32);
-            entry.place = Location::Packed(Box::new(stored));
+            entry.place = Location::Quantized(Box::new(stored));
         }
     }
 
@@ -435,8 +441,8 @@ impl WeightSource {
         let entry = self.tensors.get(name);
         let entry = entry.filter(|entry| entry.bytes <= MAX_STATE_BYTES);
         let part = entry.and_then(|entry| self.part_of(entry));
-        let bytes = self.small(&part.ok_or(PackedFault::State(None))?)?;
-        serde_json::from_slice(&bytes).map_err(|source| PackedFault::State(Some(source)))
+        let bytes = self.small(&part.ok_or(QuantizationFault::State(None))?)?;
+        serde_json::from_slice(&bytes).map_err(|source| QuantizationFault::State(Some(source)))
     }
 
     fn table(&self, weight: &str, part: &'static str, values: &[f32]) -> Found<()> {
@@ -448,7 +454,7 @@ impl WeightSource {
             .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         match found.eq(values.iter().copied()) {
             true => Ok(()),
-            false => Err(PackedFault::Table { part }),
+            false => Err(QuantizationFault::Table { part }),
         }
     }
 
@@ -463,16 +469,18 @@ impl WeightSource {
         let entry = self
             .tensors
             .get(name)
-            .ok_or(PackedFault::Missing { part })?;
+            .ok_or(QuantizationFault::Missing { part })?;
         let place = self.part_of(entry);
         let fits = dtype.is_none_or(|dtype| entry.dtype_name == dtype) && entry.bytes == bytes;
-        place.filter(|_| fits).ok_or_else(|| PackedFault::Size {
-            part,
-            dtype: entry.dtype_name.clone(),
-            got_bytes: entry.bytes,
-            expected: dtype.unwrap_or("U8"),
-            expected_bytes: bytes,
-        })
+        place
+            .filter(|_| fits)
+            .ok_or_else(|| QuantizationFault::Size {
+                part,
+                dtype: entry.dtype_name.clone(),
+                got_bytes: entry.bytes,
+                expected: dtype.unwrap_or("U8"),
+                expected_bytes: bytes,
+            })
     }
 
     fn part_of(&self, entry: &Entry) -> Option<Part> {
@@ -482,7 +490,7 @@ impl WeightSource {
                 start,
                 bytes: entry.bytes,
             }),
-            Location::Made(_) | Location::Packed(_) | Location::Pieces(_) => None,
+            Location::Made(_) | Location::Quantized(_) | Location::Pieces(_) => None,
         }
     }
 
@@ -491,13 +499,13 @@ impl WeightSource {
         let file = &self.shards[part.shard].file;
         match file.read_exact_at(&mut bytes, part.start) {
             Ok(()) => Ok(bytes),
-            Err(_) => Err(PackedFault::State(None)),
+            Err(_) => Err(QuantizationFault::State(None)),
         }
     }
 }
 
-fn fault(name: &str, fault: PackedFault) -> WeightError {
-    WeightError::Packed {
+fn fault(name: &str, fault: QuantizationFault) -> WeightError {
+    WeightError::Quantized {
         name: name.to_owned(),
         fault,
     }

@@ -1,4 +1,4 @@
-//! Packed weights beside what bitsandbytes made of the same values.
+//! Quantized weights beside what bitsandbytes made of the same values.
 
 #![allow(
     clippy::unwrap_used,
@@ -6,7 +6,7 @@
     reason = "helpers of a test binary"
 )]
 
-use kernels::{Backend, Codebook, CpuBackend, DType, Packing, Shape, Tag, packed};
+use kernels::{Backend, Codebook, CpuBackend, DType, Quantization, Shape, Tag, quantized};
 use models::{WeightError, WeightSource};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -66,11 +66,18 @@ fn f32s(bytes: &[u8]) -> Vec<f32> {
     words.collect()
 }
 
-fn unpacked(packed: &[u8], packing: Packing, shape: Shape, dtype: DType) -> Vec<f32> {
+fn dequantized(
+    quantized: &[u8],
+    quantization: Quantization,
+    shape: Shape,
+    dtype: DType,
+) -> Vec<f32> {
     let cpu = CpuBackend::unlimited();
-    let bytes = Shape::new(&[packed.len()]);
-    let packed = cpu.upload(packed, bytes, DType::U8, Tag::Parameters);
-    let dense = cpu.unpack(&packed.unwrap(), packing, shape, dtype).unwrap();
+    let bytes = Shape::new(&[quantized.len()]);
+    let quantized = cpu.upload(quantized, bytes, DType::U8, Tag::Parameters);
+    let dense = cpu
+        .dequantize(&quantized.unwrap(), quantization, shape, dtype)
+        .unwrap();
     dense.to_f32_vec().unwrap()
 }
 
@@ -81,7 +88,7 @@ fn tables_are_those_of_bitsandbytes() {
     for (name, values) in [
         ("nf4", &Codebook::Nf4.values()[..]),
         ("fp4", &Codebook::Fp4.values()[..]),
-        ("dynamic_signed", &packed::nested_values()[..]),
+        ("dynamic_signed", &quantized::nested_values()[..]),
     ] {
         assert_eq!(bits(values), bits(&floats(&maps, name)), "{name}");
     }
@@ -100,22 +107,22 @@ fn four_bit_weights_equal_those_of_bitsandbytes() {
             "nf4" => Codebook::Nf4,
             _ => Codebook::Fp4,
         };
-        let packing = Packing::FourBit {
+        let quantization = Quantization::FourBit {
             codebook,
             block_elems: case["blocksize"].as_u64().unwrap() as u32,
             double,
         };
         let input = floats(&file, &format!("{}.input", text(case, "case")));
-        let mut packed = vec![0; packing.bytes(shape)];
-        packing.pack(&input, shape, &mut packed);
-        let parts = packing.parts(shape);
+        let mut quantized = vec![0; quantization.bytes(shape)];
+        quantization.quantize(&input, shape, &mut quantized);
+        let parts = quantization.parts(shape);
         let plain = key.trim_end_matches(".nested");
         let codes = |name: &str| file.tensor(&format!("{plain}.{name}")).ok();
         let package = codes("codes").unwrap();
         let kernel = codes("codes_kernel").unwrap_or_else(|| package.clone());
         let both = package.data().iter().zip(kernel.data());
         for (i, (found, (package, kernel))) in
-            packed[parts.codes.clone()].iter().zip(both).enumerate()
+            quantized[parts.codes.clone()].iter().zip(both).enumerate()
         {
             for nibble in [0xf0, 0x0f] {
                 let of = |byte: &u8| byte & nibble;
@@ -124,22 +131,22 @@ fn four_bit_weights_equal_those_of_bitsandbytes() {
             }
         }
         // Magnitudes and values follow from the package's codes, which other rules than ours may have chosen.
-        packed[parts.codes.clone()].copy_from_slice(package.data());
+        quantized[parts.codes.clone()].copy_from_slice(package.data());
         let wanted = |name: &str| file.tensor(&format!("{key}.{name}")).ok();
         if double {
             assert_eq!(
-                &packed[parts.magnitudes.clone()],
+                &quantized[parts.magnitudes.clone()],
                 wanted("absmax").unwrap().data(),
                 "{key}"
             );
-            let nested = f32s(&packed[parts.nested.clone()]);
+            let nested = f32s(&quantized[parts.nested.clone()]);
             let offset = case["offset"].as_f64().unwrap() as f32;
-            let found = f32s(&packed[parts.offset.clone()])[0];
+            let found = f32s(&quantized[parts.offset.clone()])[0];
             assert!(
                 near(found, offset),
                 "{key}: offset {found} instead of {offset}"
             );
-            packed[parts.offset.clone()].copy_from_slice(&offset.to_le_bytes());
+            quantized[parts.offset.clone()].copy_from_slice(&offset.to_le_bytes());
             let name = format!("{key}.nested_absmax");
             let nested_wanted = floats(&file, &name);
             for (found, wanted) in nested.iter().zip(&nested_wanted) {
@@ -150,11 +157,11 @@ fn four_bit_weights_equal_those_of_bitsandbytes() {
                 );
             }
             let scales = file.tensor(&name).unwrap();
-            packed[parts.nested.clone()].copy_from_slice(scales.data());
+            quantized[parts.nested.clone()].copy_from_slice(scales.data());
         } else {
             let name = format!("{key}.absmax");
             assert_eq!(
-                bits(&f32s(&packed[parts.magnitudes.clone()])),
+                bits(&f32s(&quantized[parts.magnitudes.clone()])),
                 bits(&floats(&file, &name)),
                 "{key}"
             );
@@ -165,7 +172,7 @@ fn four_bit_weights_equal_those_of_bitsandbytes() {
             ("dequant_f16", DType::F16),
         ] {
             if wanted(name).is_some() {
-                let found = unpacked(&packed, packing, shape, dtype);
+                let found = dequantized(&quantized, quantization, shape, dtype);
                 let values = floats(&file, &format!("{key}.{name}"));
                 assert_eq!(bits(&found), bits(&values), "{key}.{name}");
             }
@@ -178,16 +185,17 @@ fn int8_weights_equal_those_of_bitsandbytes() {
     let bytes = golden("int8.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     for case in cases("int8.json") {
-        let (name, shape, packing) = (text(&case, "case"), shape_of(&case), Packing::Int8);
+        let (name, shape, quantization) =
+            (text(&case, "case"), shape_of(&case), Quantization::Int8);
         let input = floats(&file, &format!("{name}.weight"));
-        let mut packed = vec![0; packing.bytes(shape)];
-        packing.pack(&input, shape, &mut packed);
-        let parts = packing.parts(shape);
+        let mut quantized = vec![0; quantization.bytes(shape)];
+        quantization.quantize(&input, shape, &mut quantized);
+        let parts = quantization.parts(shape);
         let codes = file.tensor(&format!("{name}.CB")).unwrap();
-        assert_eq!(&packed[parts.codes], codes.data(), "{name}");
+        assert_eq!(&quantized[parts.codes], codes.data(), "{name}");
         let scales = floats(&file, &format!("{name}.SCB"));
-        assert_eq!(f32s(&packed[parts.magnitudes]), scales, "{name}");
-        let found = unpacked(&packed, packing, shape, DType::F32);
+        assert_eq!(f32s(&quantized[parts.magnitudes]), scales, "{name}");
+        let found = dequantized(&quantized, quantization, shape, DType::F32);
         let values = floats(&file, &format!("{name}.dequant_f32"));
         assert_eq!(bits(&found), bits(&values), "{name}");
     }
@@ -195,32 +203,32 @@ fn int8_weights_equal_those_of_bitsandbytes() {
 
 /// The bits of a large weight on one thread and on several.
 #[test]
-fn threads_do_not_change_packed_weights() {
+fn threads_do_not_change_quantized_weights() {
     let shape = Shape::new(&[611, 320]);
     let values: Vec<f32> = (0..shape.elems())
         .map(|i| ((i * 2_654_435_761) % 65_521) as f32 / 32_768.0 - 1.0)
         .collect();
-    for packing in [
-        Packing::four_bit(Codebook::Nf4, true),
-        Packing::four_bit(Codebook::Fp4, false),
-        Packing::Int8,
+    for quantization in [
+        Quantization::four_bit(Codebook::Nf4, true),
+        Quantization::four_bit(Codebook::Fp4, false),
+        Quantization::Int8,
     ] {
         let on = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
             pool.build().unwrap().install(|| {
-                let mut packed = vec![0; packing.bytes(shape)];
-                packing.pack(&values, shape, &mut packed);
-                let dense = unpacked(&packed, packing, shape, DType::BF16);
-                (packed, bits(&dense))
+                let mut quantized = vec![0; quantization.bytes(shape)];
+                quantization.quantize(&values, shape, &mut quantized);
+                let dense = dequantized(&quantized, quantization, shape, DType::BF16);
+                (quantized, bits(&dense))
             })
         };
-        assert_eq!(on(1), on(3), "{packing}");
+        assert_eq!(on(1), on(3), "{quantization}");
     }
 }
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// A packed weight of the pack, as the only one of a file.
+/// A quantized weight of the pack, as the only one of a file.
 fn one_weight(pack: &str, module: &str) -> Tensors {
     let bytes = stored(&format!("golden/{pack}/model.safetensors"));
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -243,7 +251,7 @@ fn open(tensors: &Tensors) -> Result<WeightSource, WeightError> {
 }
 
 #[test]
-fn ranges_of_packed_weights_are_those_of_the_whole() {
+fn ranges_of_quantized_weights_are_those_of_the_whole() {
     for (pack, double) in [
         ("glm-4.1v-nf4", true),
         ("glm-4.1v-nf4-decoder", false),
@@ -264,12 +272,12 @@ fn ranges_of_packed_weights_are_those_of_the_whole() {
                 "{pack}: {range:?}"
             );
         }
-        let packing = source.packing(names[0]).unwrap();
-        let is_double = matches!(packing, Packing::FourBit { double: true, .. });
+        let quantization = source.quantization(names[0]).unwrap();
+        let is_double = matches!(quantization, Quantization::FourBit { double: true, .. });
         assert_eq!(is_double, double, "{pack}");
         let shape = Shape::new(source.shape(names[0]).unwrap());
-        let packed = source.read_packed(names[0]).unwrap();
-        let values = unpacked(&packed, packing, shape, DType::BF16);
+        let quantized = source.read_quantized(names[0]).unwrap();
+        let values = dequantized(&quantized, quantization, shape, DType::BF16);
         let bytes: Vec<u8> = values
             .iter()
             .flat_map(|v| half::bf16::from_f32(*v).to_le_bytes())
@@ -280,18 +288,18 @@ fn ranges_of_packed_weights_are_those_of_the_whole() {
 
 /// A weight of `rows` rows of 256 elements, as bitsandbytes stores it with double quantization.
 fn doubly_quantized(rows: usize) -> Tensors {
-    let (shape, packing) = (
+    let (shape, quantization) = (
         Shape::new(&[rows, 256]),
-        Packing::four_bit(Codebook::Nf4, true),
+        Quantization::four_bit(Codebook::Nf4, true),
     );
     let value = |i: usize| ((i * 7919) % 1009) as f32 / 504.5 - 1.0;
     // Blocks of other scales in each row, so that every nested scale differs.
     let values: Vec<f32> = (0..shape.elems())
         .map(|i| value(i) * (1.0 + (i / 256) as f32 / 8.0))
         .collect();
-    let mut bytes = vec![0; packing.bytes(shape)];
-    packing.pack(&values, shape, &mut bytes);
-    let parts = packing.parts(shape);
+    let mut bytes = vec![0; quantization.bytes(shape)];
+    quantization.quantize(&values, shape, &mut bytes);
+    let parts = quantization.parts(shape);
     let state = json!({
         "quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, 256], "nested_blocksize": 256,
         "nested_dtype": "float32", "nested_offset": f32s(&bytes[parts.offset.clone()])[0],
@@ -305,7 +313,7 @@ fn doubly_quantized(rows: usize) -> Tensors {
         (
             ".nested_quant_map",
             Dtype::F32,
-            f32_bytes(packed::nested_values()),
+            f32_bytes(quantized::nested_values()),
         ),
         (
             ".quant_state.bitsandbytes__nf4",
@@ -365,7 +373,7 @@ fn weights_are_in_a_file_if_nothing_converts_them() {
     ] {
         assert!(source.in_file(name, dtype).is_none(), "{name} {dtype}");
     }
-    source.pack_on_read([("a.weight".to_owned(), Packing::Int8)].into());
+    source.quantize_on_read([("a.weight".to_owned(), Quantization::Int8)].into());
     assert!(source.in_file("a.weight", DType::F32).is_none());
     let source = open(&doubly_quantized(1)).unwrap();
     assert!(source.in_file("a.weight", DType::U8).is_none());
@@ -388,7 +396,7 @@ fn weights_are_in_a_file_if_nothing_converts_them() {
 
 /// Descriptions, sizes and tables that bitsandbytes never writes.
 #[test]
-fn hostile_packed_weights_are_refused() {
+fn hostile_quantized_weights_are_refused() {
     const WEIGHT: &str = "model.language_model.layers.0.mlp.down_proj.weight";
     const STATE: &str =
         "model.language_model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4";
@@ -396,7 +404,7 @@ fn hostile_packed_weights_are_refused() {
         let mut tensors = one_weight(pack, "model.language_model.layers.0.mlp.down_proj");
         change(&mut tensors);
         match open(&tensors).map(|_| ()) {
-            Err(WeightError::Packed { name, .. }) => assert_eq!(name, WEIGHT, "{what}"),
+            Err(WeightError::Quantized { name, .. }) => assert_eq!(name, WEIGHT, "{what}"),
             other => panic!("{what}: {other:?}"),
         }
     };
@@ -488,26 +496,29 @@ fn hostile_packed_weights_are_refused() {
     scales[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
     let source = open(&tensors).unwrap();
     assert!(matches!(
-        source.read_packed(WEIGHT),
-        Err(WeightError::Packed { .. })
+        source.read_quantized(WEIGHT),
+        Err(WeightError::Quantized { .. })
     ));
 }
 
 #[test]
-fn a_plain_weight_packed_on_reading_has_the_values_of_its_packed_form() {
+fn a_plain_weight_quantized_on_reading_has_the_values_of_its_quantized_form() {
     let shape = Shape::new(&[9, 70]);
     let values: Vec<f32> = (0..630)
         .map(|i| ((i * 7919) % 1009) as f32 / 504.5 - 1.0)
         .collect();
     let bytes = bytemuck::cast_slice(&values).to_vec();
     let tensors = Tensors::from([("a.weight".to_owned(), (Dtype::F32, vec![9, 70], bytes))]);
-    for packing in [Packing::four_bit(Codebook::Nf4, true), Packing::Int8] {
+    for quantization in [
+        Quantization::four_bit(Codebook::Nf4, true),
+        Quantization::Int8,
+    ] {
         let mut source = open(&tensors).unwrap();
-        source.pack_on_read([("a.weight".to_owned(), packing)].into());
-        let mut packed = vec![0; packing.bytes(shape)];
-        packing.pack(&values, shape, &mut packed);
-        assert_eq!(source.read_packed("a.weight").unwrap(), packed);
-        let dense = unpacked(&packed, packing, shape, DType::F32);
+        source.quantize_on_read([("a.weight".to_owned(), quantization)].into());
+        let mut quantized = vec![0; quantization.bytes(shape)];
+        quantization.quantize(&values, shape, &mut quantized);
+        assert_eq!(source.read_quantized("a.weight").unwrap(), quantized);
+        let dense = dequantized(&quantized, quantization, shape, DType::F32);
         let mut part = vec![0; 4 * 100];
         source
             .read_range("a.weight", 65..165, DType::F32, &mut part)
@@ -518,9 +529,9 @@ fn a_plain_weight_packed_on_reading_has_the_values_of_its_packed_form() {
     let large = bytemuck::cast_slice(&[1e6f32; 64]).to_vec();
     let tensors = Tensors::from([("a.weight".to_owned(), (Dtype::F32, vec![1, 64], large))]);
     let mut source = open(&tensors).unwrap();
-    source.pack_on_read([("a.weight".to_owned(), Packing::Int8)].into());
+    source.quantize_on_read([("a.weight".to_owned(), Quantization::Int8)].into());
     assert!(matches!(
-        source.read_packed("a.weight"),
+        source.read_quantized("a.weight"),
         Err(WeightError::NotFinite { .. })
     ));
 }

@@ -1,21 +1,21 @@
-//! Export of packed weights, in the files and with the settings that transformers and bitsandbytes read.
+//! Export of quantized weights, in the files and with the settings that transformers and bitsandbytes read.
 
-use super::PackedExport;
+use super::QuantizedExport;
 use crate::config::Quantize;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::both;
 use crate::model::quantize;
 use crate::model::stored::TensorFiles;
 use engine::checkpoint::TensorSpec;
-use kernels::packed::{NESTED_BLOCK, nested_values};
-use kernels::{DType, Packing, Shape};
+use kernels::quantized::{NESTED_BLOCK, nested_values};
+use kernels::{DType, Quantization, Shape};
 use models::selection::Selection;
 use models::{ModelOptions, WeightSource, open_shapes};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The weights of `model`, whose `config.json` is in `dir`, that an export packs, and the settings for transformers.
+/// The weights of `model`, whose `config.json` is in `dir`, that an export quantizes, and the settings for transformers.
 ///
 /// # Errors
 /// The model cannot be set up, or nothing is selected.
@@ -23,36 +23,44 @@ pub(super) fn choose(
     chosen: &Quantize,
     model: &WeightSource,
     dir: &Path,
-) -> Result<PackedExport, Failure> {
-    let stored = model.packings();
-    let packings: BTreeMap<String, Packing> = if stored.is_empty() {
+) -> Result<QuantizedExport, Failure> {
+    let stored = model.quantizations();
+    let quantizations: BTreeMap<String, Quantization> = if stored.is_empty() {
         let mut options = ModelOptions::new(DType::F32);
-        // Only what does not train is packed.
+        // Only what does not train is quantized.
         let all =
             Selection::parse(".*").map_err(|error| failures::selection("--quantize", &error))?;
         options.freeze = Some(all);
-        options.packed = quantize::by_flags(chosen)?;
+        options.quantized = quantize::by_flags(chosen)?;
         let opened = open_shapes(dir, options);
         let opened = opened.map_err(|error| failures::unusable(dir, &error))?;
-        quantize::packings(opened.spec())
+        quantize::quantizations(opened.spec())
     } else {
-        quantize::agree(chosen, &models::PackedWeights::Stored(stored.clone()))?;
+        quantize::agree(chosen, &models::QuantizedWeights::Stored(stored.clone()))?;
         stored
     };
     let has = |name: &String| model.shape(name).is_some();
-    let packings: BTreeMap<String, Packing> =
-        packings.into_iter().filter(|(name, _)| has(name)).collect();
-    let settings = settings(&packings, model)?;
-    Ok(PackedExport { packings, settings })
+    let quantizations: BTreeMap<String, Quantization> = quantizations
+        .into_iter()
+        .filter(|(name, _)| has(name))
+        .collect();
+    let settings = settings(&quantizations, model)?;
+    Ok(QuantizedExport {
+        quantizations,
+        settings,
+    })
 }
 
-/// The value of `quantization_config` for these packed weights.
-fn settings(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Result<Value, Failure> {
-    let Some(first) = packings.values().next() else {
+/// The value of `quantization_config` for these quantized weights.
+fn settings(
+    quantizations: &BTreeMap<String, Quantization>,
+    model: &WeightSource,
+) -> Result<Value, Failure> {
+    let Some(first) = quantizations.values().next() else {
         return Err(Failure::new(
             ErrorCode::Usage,
             both(
-                "--quantize packs nothing",
+                "--quantize quantizes nothing",
                 "--quantize 没有可压缩存储的权重",
             ),
             both("no linear layer is selected", "没有选中任何线性层"),
@@ -63,10 +71,10 @@ fn settings(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Resul
         )));
     };
     let (four, quant_type, double) = match first {
-        Packing::FourBit {
+        Quantization::FourBit {
             codebook, double, ..
         } => (true, codebook.name(), *double),
-        Packing::Int8 => (false, "fp4", false),
+        Quantization::Int8 => (false, "fp4", false),
     };
     Ok(json!({
         "_load_in_4bit": four,
@@ -77,7 +85,7 @@ fn settings(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Resul
         "bnb_4bit_use_double_quant": double,
         "llm_int8_enable_fp32_cpu_offload": false,
         "llm_int8_has_fp16_weight": false,
-        "llm_int8_skip_modules": skipped(packings, model),
+        "llm_int8_skip_modules": skipped(quantizations, model),
         "llm_int8_threshold": 6.0,
         "load_in_4bit": four,
         "load_in_8bit": !four,
@@ -85,20 +93,23 @@ fn settings(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Resul
     }))
 }
 
-/// Beginnings of the paths of all modules with a matrix that is not packed: the shortest that no packed module begins or
+/// Beginnings of the paths of all modules with a matrix that is not quantized: the shortest that no quantized module begins or
 /// ends with.
-fn skipped(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Vec<String> {
+fn skipped(quantizations: &BTreeMap<String, Quantization>, model: &WeightSource) -> Vec<String> {
     let module = |name: &str| name.strip_suffix(".weight").map(str::to_owned);
-    let packed: Vec<String> = packings.keys().filter_map(|name| module(name)).collect();
+    let quantized: Vec<String> = quantizations
+        .keys()
+        .filter_map(|name| module(name))
+        .collect();
     let is_matrix = |name: &&str| model.shape(name).is_some_and(|shape| shape.len() == 2);
     let plain = model.names().filter(is_matrix);
-    let plain = plain.filter(|name| !packings.contains_key(*name));
+    let plain = plain.filter(|name| !quantizations.contains_key(*name));
     let mut found = BTreeSet::new();
     for path in plain.filter_map(module) {
         let ends = path.match_indices('.').map(|(at, _)| at);
         let mut beginnings = ends.chain([path.len()]).map(|end| &path[..end]);
         let fits = |begin: &&str| {
-            !packed
+            !quantized
                 .iter()
                 .any(|other| other.starts_with(begin) || other.ends_with(begin))
         };
@@ -110,21 +121,21 @@ fn skipped(packings: &BTreeMap<String, Packing>, model: &WeightSource) -> Vec<St
 /// The tensors in which the weight `name` is stored.
 pub(super) fn specs(
     name: &str,
-    packing: Packing,
+    quantization: Quantization,
     shape: &[usize],
     dtype: DType,
 ) -> Vec<TensorSpec> {
-    let parts = packing.parts(Shape::new(shape));
+    let parts = quantization.parts(Shape::new(shape));
     let spec = |end: &str, dtype: DType, shape: &[usize]| TensorSpec {
         name: format!("{name}{end}"),
         dtype,
         shape: shape.to_vec(),
     };
-    match packing {
-        Packing::FourBit {
+    match quantization {
+        Quantization::FourBit {
             codebook, double, ..
         } => {
-            let state = state(packing, shape, dtype, 0.5).len();
+            let state = state(quantization, shape, dtype, 0.5).len();
             let state_name = format!(".quant_state.bitsandbytes__{}", codebook.name());
             let mut all = vec![spec("", DType::U8, &[parts.codes.len(), 1])];
             if double {
@@ -142,7 +153,7 @@ pub(super) fn specs(
             all.push(spec(&state_name, DType::U8, &[state]));
             all
         }
-        Packing::Int8 => {
+        Quantization::Int8 => {
             let module = name.strip_suffix(".weight").unwrap_or(name);
             let beside = |end: &str, dtype: DType, shape: &[usize]| TensorSpec {
                 name: format!("{module}{end}"),
@@ -158,39 +169,44 @@ pub(super) fn specs(
     }
 }
 
-/// Writes the tensors of [`specs`] from the packed bytes of a weight; returns the number of bytes.
+/// Writes the tensors of [`specs`] from the quantized bytes of a weight; returns the number of bytes.
 pub(super) fn write(
     file: &mut impl TensorFiles,
     specs: &[TensorSpec],
-    packing: Packing,
-    packed: &[u8],
+    quantization: Quantization,
+    quantized: &[u8],
     (shape, dtype): (&[usize], DType),
 ) -> Result<u64, Failure> {
-    let parts = packing.parts(Shape::new(shape));
+    let parts = quantization.parts(Shape::new(shape));
     let floats = |values: &[f32]| bytemuck::cast_slice::<f32, u8>(values).to_vec();
-    let contents: Vec<Vec<u8>> = match packing {
-        Packing::FourBit {
+    let contents: Vec<Vec<u8>> = match quantization {
+        Quantization::FourBit {
             codebook, double, ..
         } => {
             let mut all = vec![
-                packed[parts.codes].to_vec(),
-                packed[parts.magnitudes].to_vec(),
+                quantized[parts.codes].to_vec(),
+                quantized[parts.magnitudes].to_vec(),
             ];
             let mut offset = 0.0;
             if double {
                 let at = parts.offset.start;
-                let bytes = [packed[at], packed[at + 1], packed[at + 2], packed[at + 3]];
+                let bytes = [
+                    quantized[at],
+                    quantized[at + 1],
+                    quantized[at + 2],
+                    quantized[at + 3],
+                ];
                 offset = f32::from_le_bytes(bytes);
-                all.push(packed[parts.nested].to_vec());
+                all.push(quantized[parts.nested].to_vec());
                 all.push(floats(nested_values()));
             }
             all.push(floats(codebook.values()));
-            all.push(state(packing, shape, dtype, offset).into_bytes());
+            all.push(state(quantization, shape, dtype, offset).into_bytes());
             all
         }
-        Packing::Int8 => vec![
-            packed[parts.magnitudes].to_vec(),
-            packed[parts.codes].to_vec(),
+        Quantization::Int8 => vec![
+            quantized[parts.magnitudes].to_vec(),
+            quantized[parts.codes].to_vec(),
             vec![0],
         ],
     };
@@ -206,12 +222,12 @@ pub(super) fn write(
 const OFFSET_CHARS: usize = 24;
 
 /// The description of a 4-bit weight, as bitsandbytes writes it; blanks at its end fill it to a fixed length.
-fn state(packing: Packing, shape: &[usize], dtype: DType, offset: f32) -> String {
-    let Packing::FourBit {
+fn state(quantization: Quantization, shape: &[usize], dtype: DType, offset: f32) -> String {
+    let Quantization::FourBit {
         codebook,
         block_elems,
         double,
-    } = packing
+    } = quantization
     else {
         return String::new();
     };
