@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "objects.h"
 
 void send(Context* context, const Message& m) {
@@ -77,12 +79,13 @@ u32 drain(Context* context) {
 // ---- a copy beside kernels
 
 constexpr u64 HELD_TURNS = 100000;  // at most, of 50 microseconds and more
+static thread_local u64 waited;      // kernels queued before the event that this thread waited for last
 
 void hold(Stream* stream, u64 bytes) {
   static const u64 least = setting("TESSERA_FAKE_HOLD", 0);
   Context* context = stream->context;
   if (!least || bytes < least || context->held || this_thread() == context->launcher) return;
-  context->held_behind = stream->behind;
+  context->held_behind = std::max(stream->behind, waited);
   context->held = stream->number + 1;
 }
 // Whether the event comes after a copy beside which no kernel was queued yet.
@@ -207,7 +210,7 @@ EXPORT u32 cuEventQuery(Event* event) {
   NEED_CONTEXT();
   Lock lock(busy);
   NEED_HANDLE(events, event);
-  if (reached(event) && !is_held(event)) return SUCCESS;
+  if (reached(event) && !is_held(event)) return waited = event->launches, SUCCESS;
   want(event->context, event->stream, event->command);
   return NOT_READY;
 }
@@ -217,6 +220,7 @@ EXPORT u32 cuEventSynchronize(Event* event) {
     Lock lock(busy);
     NEED_HANDLE(events, event);
   }
+  waited = event->launches;
   if (faulty("synchronization") || (reached(event) && !is_held(event))) return SUCCESS;
   want(event->context, event->stream, event->command);
   return until(event->context, [&] { return reached(event) && !is_held(event); });

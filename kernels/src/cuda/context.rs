@@ -110,25 +110,26 @@ impl Stream {
 
     /// A new event after everything queued, without a time.
     pub(super) fn event(&self) -> Result<Event> {
-        self.recorded(CUevent_flags::CU_EVENT_DISABLE_TIMING)
+        self.recorded(CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)
     }
 
     /// A new event after everything queued, for which a host thread may wait. The thread sleeps meanwhile: other
     /// threads compute.
     pub(super) fn awaited_event(&self) -> Result<Event> {
-        self.recorded(CUevent_flags::CU_EVENT_BLOCKING_SYNC)
+        let sleeps = CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        self.recorded(sleeps | CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)
     }
 
     /// A new event after everything queued, with the time at which the stream reaches it.
     pub(super) fn timed_event(&self) -> Result<Event> {
-        self.recorded(CUevent_flags::CU_EVENT_DEFAULT)
+        self.recorded(CUevent_flags::CU_EVENT_DEFAULT as u32)
     }
 
-    fn recorded(&self, flags: CUevent_flags) -> Result<Event> {
+    fn recorded(&self, flags: u32) -> Result<Event> {
         let record = || {
             self.context.bind()?;
             let event = Event {
-                raw: self.context.driver.event(flags as u32)?,
+                raw: self.context.driver.event(flags)?,
                 context: self.context.clone(),
             };
             // SAFETY: event and stream are alive and of one context.

@@ -20,11 +20,14 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLo
 const LARGE: usize = 8 << 20;
 /// Chunks in the ring of large copies. Two would be enough if the host were never late.
 const LARGE_CHUNKS: usize = 4;
-/// Bytes per chunk of small copies: row numbers, labels, images.
+/// Bytes per chunk of small copies: row numbers, labels, images; losses and norms.
 const SMALL: usize = 128 << 10;
 /// Chunks in the ring of small copies. These copies run on the compute stream, so a chunk is free only after earlier
 /// work is done. The ring holds what the host queues for several units of a model.
 const SMALL_CHUNKS: usize = 96;
+
+/// Chunks in the ring of small copies to the host, each of which waits for nothing on the device.
+const READ_CHUNKS: usize = 4;
 
 /// Bytes that one thread copies at a time. A single thread is slower than the bus.
 const TASK: usize = 1 << 20;
@@ -65,27 +68,40 @@ pub(super) struct Copies {
     /// Stream for host-to-device copies of weights.
     pub(super) inward: Arc<Stream>,
     /// Stream for device-to-host copies of gradients.
-    pub(super) outward: Arc<Stream>,
+    outward: Arc<Stream>,
     /// Stream for copies and collectives between ranks.
     pub(super) communication: Arc<Stream>,
+    /// Stream for small device-to-host copies, which do not wait behind gradients.
+    readings: Arc<Stream>,
     pub(super) large: Ring,
     pub(super) small: Ring,
-    pub(super) back: Ring,
+    back: Ring,
+    small_back: Ring,
     pub(super) registered: Registered,
 }
 
 impl Copies {
-    pub(super) fn new(gpu: &Gpu, streams: [Arc<Stream>; 3]) -> Result<Self> {
-        let [inward, outward, communication] = streams;
+    pub(super) fn new(gpu: &Gpu, streams: [Arc<Stream>; 4]) -> Result<Self> {
+        let [inward, outward, communication, readings] = streams;
         Ok(Self {
             inward,
             outward,
             communication,
+            readings,
             large: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
             small: Ring::new(gpu, SMALL_CHUNKS, SMALL)?,
             back: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
+            small_back: Ring::new(gpu, READ_CHUNKS, SMALL)?,
             registered: Registered::default(),
         })
+    }
+
+    /// Ring and stream for copies of `bytes` bytes to the host.
+    pub(super) fn outgoing(&self, bytes: u64) -> (&Ring, &Stream) {
+        match bytes <= SMALL as u64 {
+            true => (&self.small_back, &self.readings),
+            false => (&self.back, &self.outward),
+        }
     }
 
     /// Queues a copy of weights to the device, on the host-to-device stream. Registered memory is read when the copy runs,
@@ -229,24 +245,21 @@ impl Ring {
         Ok(())
     }
 
-    /// Copies `bytes` bytes from the device and passes each chunk to `take` as it arrives. `begin` makes `stream`
-    /// wait for the data. It runs under the ring's lock: a waiting event of another receiver would otherwise hold up
-    /// the rest of this copy.
+    /// Copies `bytes` bytes from the device and passes each chunk to `take` as it arrives. The copies wait for nothing
+    /// on the device, so another receiver waits at most for the bus.
     ///
     /// # Safety
-    /// The range at `from` must be memory of this GPU.
+    /// The range at `from` must be memory of this GPU, and its values are there.
     pub(super) unsafe fn receive(
         &self,
         gpu: &Gpu,
         stream: &Stream,
         from: Address,
         bytes: u64,
-        begin: impl FnOnce() -> Result<()>,
         take: &mut Take<'_>,
     ) -> Result<()> {
         gpu.bind()?;
         let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-        begin()?;
         let all = bytes as usize;
         let count = all.div_ceil(self.chunk_bytes);
         let ahead = chunks.len();

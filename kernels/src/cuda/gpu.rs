@@ -213,7 +213,7 @@ impl Gpu {
             return Ok(copies);
         }
         let stream = || self.context.stream().during("creating a stream");
-        let copies = Copies::new(self, [stream()?, stream()?, stream()?])?;
+        let copies = Copies::new(self, [stream()?, stream()?, stream()?, stream()?])?;
         Ok(self.copies.get_or_init(|| copies))
     }
 

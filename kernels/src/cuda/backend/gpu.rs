@@ -1,5 +1,5 @@
-//! A GPU as an executor: driver calls on one stream for computation, one each for copies in and out, and one for
-//! communication.
+//! A GPU as an executor: driver calls on one stream for computation, one for copies in, two for copies out, and one
+//! for communication.
 
 use super::graphs::{Command, Graphs, queue_one};
 use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
@@ -99,7 +99,7 @@ unsafe impl Executor for Gpu {
     }
 
     fn record_event(&self) -> Result<Event, Cause> {
-        Ok(Arc::new(self.stream().event()?))
+        Ok(Arc::new(self.stream().awaited_event()?))
     }
 
     unsafe fn upload(
@@ -159,17 +159,12 @@ unsafe impl Executor for Gpu {
         take: &mut Take<'_>,
     ) -> Result<(), Cause> {
         self.bind()?;
-        let copies = self.copies()?;
-        let (stream, behind) = (&copies.outward, cuda_event(behind)?);
-        let mut began = None;
-        let begin = || {
-            let wait = stream.wait(behind);
-            wait.during("ordering a copy after an event")?;
-            began = self.timeline.stamp(stream)?;
-            Ok(())
-        };
-        // SAFETY: the caller vouches for the range and for the event.
-        unsafe { copies.back.receive(self, stream, from, bytes, begin, take) }?;
+        let (ring, stream) = self.copies()?.outgoing(bytes);
+        // Only this thread waits for the computation: the ring and the stream are free for other copies meanwhile.
+        self.group_state().wait(cuda_event(behind)?)?;
+        let began = self.timeline.stamp(stream)?;
+        // SAFETY: the caller vouches for the range and for the event, which has come.
+        unsafe { ring.receive(self, stream, from, bytes, take) }?;
         let lane = DeviceLane::Outward;
         Ok(self.timeline.end(lane, began, stream, bytes)?)
     }

@@ -26,7 +26,6 @@ pub(crate) fn seeded_mistakes_are_caught() {
     site.train(&[], &format!("{line} --output clean"));
     for (fault, eager) in [
         ("wait0:1+", "1"),
-        ("wait2:1+", "4"),
         ("late:1+", "0"),
         ("synchronization:2", "0"),
         ("argument:30", "0"),
