@@ -20,6 +20,10 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLo
 const LARGE: usize = 8 << 20;
 /// Chunks in the ring of large copies. Two would be enough if the host were never late.
 const LARGE_CHUNKS: usize = 4;
+/// Bytes per chunk of copies of small weights: biases, norms, adapters. Each copy takes a chunk, whatever its size.
+const MEDIUM: usize = 1 << 20;
+/// Chunks in the ring of copies of small weights: about those of a layer.
+const MEDIUM_CHUNKS: usize = 12;
 /// Bytes per chunk of small copies: row numbers, labels, images; losses and norms.
 const SMALL: usize = 128 << 10;
 /// Chunks in the ring of small copies. These copies run on the compute stream, so a chunk is free only after earlier
@@ -73,7 +77,8 @@ pub(super) struct Copies {
     pub(super) communication: Arc<Stream>,
     /// Stream for small device-to-host copies, which do not wait behind gradients.
     readings: Arc<Stream>,
-    pub(super) large: Ring,
+    large: Ring,
+    medium: Ring,
     pub(super) small: Ring,
     back: Ring,
     small_back: Ring,
@@ -89,6 +94,7 @@ impl Copies {
             communication,
             readings,
             large: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
+            medium: Ring::new(gpu, MEDIUM_CHUNKS, MEDIUM)?,
             small: Ring::new(gpu, SMALL_CHUNKS, SMALL)?,
             back: Ring::new(gpu, LARGE_CHUNKS, LARGE)?,
             small_back: Ring::new(gpu, READ_CHUNKS, SMALL)?,
@@ -113,8 +119,12 @@ impl Copies {
         let ranges = self.registered.ranges();
         if !Registered::contain(&ranges, bytes) {
             drop(ranges);
+            let ring = match bytes.len() <= MEDIUM {
+                true => &self.medium,
+                false => &self.large,
+            };
             // SAFETY: the caller vouches for the range.
-            return unsafe { self.large.send(gpu, &self.inward, to, bytes) };
+            return unsafe { ring.send(gpu, &self.inward, to, bytes) };
         }
         gpu.bind()?;
         // SAFETY: the caller vouches for the range. The lock is held, so who unregisters the memory waits for this copy.
