@@ -13,13 +13,18 @@ from statistics import median
 
 # Layers of the language model and of the vision tower: the shapes of all, in a minute.
 LAYERS = 4
+# Smallest number of values of an attention head for which every build has kernels.
+HEAD = 64
 RUNS = {"registered": r"the driver registered (\S+) in place", "pinned": None}
 
 
 def shortened(config):
-    config = {**config, "num_hidden_layers": min(LAYERS, config["num_hidden_layers"])}
-    vision = config["vision_config"]
-    config["vision_config"] = {**vision, "num_hidden_layers": min(LAYERS, vision["num_hidden_layers"])}
+    """The network `config` with few layers, and with heads for which kernels are built in."""
+    config, vision = dict(config), dict(config["vision_config"])
+    config["vision_config"] = vision
+    for part, heads in (config, "num_attention_heads"), (vision, "num_heads"):
+        part["num_hidden_layers"] = min(LAYERS, part["num_hidden_layers"])
+        part["hidden_size"] = max(HEAD * part[heads], part["hidden_size"])
     return config
 
 
