@@ -12,6 +12,7 @@ pub use numbers::{U32, bytes, first_difference, store, trained, wiring};
 pub use operations::all;
 
 use crate::cuda::CudaBackend;
+use crate::cuda::CudaError;
 use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::module::{Family, Module, PRELUDE, PRIMITIVES};
 use crate::{Backend, CpuBackend, DType, KernelError, KernelList, Shape, Tag, Tensor};
@@ -28,6 +29,14 @@ pub enum CheckError {
         check: String,
         /// Failure of the CPU or of the device.
         error: KernelError,
+    },
+    /// The program has no kernel for the operation on this machine: none is built in, and NVRTC was not found.
+    #[error("{check}: no kernel {module}")]
+    NoKernel {
+        /// Name of the check.
+        check: String,
+        /// Name of the kernel module.
+        module: String,
     },
     /// A result differs from the CPU's.
     #[error("{check}: result {result}: {what}")]
@@ -93,13 +102,16 @@ impl Check {
     /// Runs the operation on the CPU and on `device`.
     ///
     /// # Errors
-    /// The first difference, or a failed operation.
+    /// The first difference, a failed operation, or a missing kernel.
     pub fn run(&self, device: &dyn Backend) -> Result<(), CheckError> {
         for part in [false, true] {
             let check = format!("{}{}", self.name, if part { ", parts" } else { "" });
-            let failed = |error| CheckError::Failed {
-                check: check.clone(),
-                error,
+            let failed = |error: KernelError| {
+                let check = check.clone();
+                match missing_module(&error) {
+                    Some(module) => CheckError::NoKernel { check, module },
+                    None => CheckError::Failed { check, error },
+                }
             };
             let cpu = CpuBackend::unlimited();
             let want = self.results(&cpu, part).map_err(failed)?;
@@ -179,6 +191,17 @@ impl Check {
         // Launches before a failure count.
         let _values_do_not_exist = operands.and_then(|x| (self.run)(&counting, &x));
         counting.launched().modules.into_iter().collect()
+    }
+}
+
+/// The kernel module that an operation lacked on this machine, if that is its error.
+fn missing_module(error: &KernelError) -> Option<String> {
+    let KernelError::Device { cause, .. } = error else {
+        return None;
+    };
+    match cause.downcast_ref()? {
+        CudaError::NoImage { module, .. } => Some(module.clone()),
+        _ => None,
     }
 }
 

@@ -3,6 +3,16 @@
 use crate::config::RunGpu;
 use kernels::{Backend, KernelList};
 
+/// What became of a check.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    Begins,
+    /// The operation differs or failed, with the evidence.
+    Wrong(String),
+    /// The program has no kernel for it on this machine.
+    NoKernel,
+}
+
 /// Names of the checks that launch a run's kernels, and of the kernels that none launches.
 #[derive(Debug, Default)]
 pub(crate) struct Cover {
@@ -12,7 +22,7 @@ pub(crate) struct Cover {
 
 #[cfg(feature = "cuda")]
 mod of_cuda {
-    use super::{Backend, Cover, KernelList, RunGpu};
+    use super::{Backend, Cover, KernelList, Outcome, RunGpu};
     use kernels::verify;
 
     pub(crate) fn cover(of: &KernelList, gpu: &RunGpu) -> Cover {
@@ -35,17 +45,17 @@ mod of_cuda {
         device.compile_ahead(&verify::kernels(&checks, gpu.kind()));
     }
 
-    pub(crate) fn run(
-        names: &[String],
-        device: &dyn Backend,
-        told: &mut dyn FnMut(&str, Option<String>),
-    ) {
+    pub(crate) fn run(names: &[String], device: &dyn Backend, told: &mut dyn FnMut(&str, Outcome)) {
         for check in verify::named(names) {
-            told(&check.name, None);
+            told(&check.name, Outcome::Begins);
             let Err(error) = check.run(device) else {
                 continue;
             };
-            told(&check.name, Some(error.to_string()));
+            if let verify::CheckError::NoKernel { .. } = error {
+                told(&check.name, Outcome::NoKernel);
+                continue;
+            }
+            told(&check.name, Outcome::Wrong(error.to_string()));
             // After a failed call the driver may refuse all later ones.
             if let verify::CheckError::Failed { .. } = error {
                 return;
@@ -65,7 +75,7 @@ mod of_cuda {
 /// A build without CUDA has no GPU to check.
 #[cfg(not(feature = "cuda"))]
 mod of_cuda {
-    use super::{Backend, Cover, KernelList, RunGpu};
+    use super::{Backend, Cover, KernelList, Outcome, RunGpu};
 
     pub(crate) fn cover(_of: &KernelList, _gpu: &RunGpu) -> Cover {
         Cover::default()
@@ -80,7 +90,7 @@ mod of_cuda {
     pub(crate) fn run(
         _names: &[String],
         _device: &dyn Backend,
-        _told: &mut dyn FnMut(&str, Option<String>),
+        _told: &mut dyn FnMut(&str, Outcome),
     ) {
     }
 
@@ -101,7 +111,7 @@ pub(crate) use of_cuda::compile;
 pub(crate) use of_cuda::cover;
 /// The checks of every operation.
 pub(crate) use of_cuda::every;
-/// Runs checks on a device. Tells each name before the check, and again with the difference if there is one.
+/// Runs checks on a device. Tells each name before the check, and again if it does not pass.
 pub(crate) use of_cuda::run;
 /// Hash of the source texts of all kernels.
 pub(crate) use of_cuda::sources;

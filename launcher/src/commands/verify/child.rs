@@ -1,10 +1,10 @@
 //! Process that verifies one GPU, so that a fault of the driver ends no other process.
 //!
-//! It writes lines on standard output: `compiled`, `check NAME`, `wrong TEXT`, `memory BYTES`, `done`.
+//! It writes lines on standard output: `compiled`, `check NAME`, `no-kernel NAME`, `wrong TEXT`, `memory BYTES`, `done`.
 
 use crate::commands::Hooks;
 use crate::config::{CudaGraph, RunGpu};
-use crate::device::checks;
+use crate::device::checks::{self, Outcome};
 use crate::error::{ErrorCode, Failure};
 use crate::lang::both;
 use crate::rank_env::Variables;
@@ -33,8 +33,10 @@ pub(super) struct Request {
 /// What the process found.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Found {
-    /// Number of checks that began.
+    /// Number of checks that began and had kernels.
     pub(super) checks: usize,
+    /// Checks that need kernels which this machine lacks.
+    pub(super) no_kernel: Vec<String>,
     /// Differences and failures.
     pub(super) wrong: Vec<String>,
     /// Memory of the GPU that opening it took beside the arena, in bytes, if the driver tells.
@@ -61,9 +63,10 @@ pub(in crate::commands) fn serve(hooks: &Hooks, path: &Path) -> Result<ExitCode,
     say("opened", "");
     checks::compile(checks, gpu, &*device);
     say("compiled", "");
-    checks::run(checks, &*device, &mut |name, wrong| match wrong {
-        None => say("check", name),
-        Some(wrong) => say("wrong", &wrong),
+    checks::run(checks, &*device, &mut |name, outcome| match outcome {
+        Outcome::Begins => say("check", name),
+        Outcome::Wrong(wrong) => say("wrong", &wrong),
+        Outcome::NoKernel => say("no-kernel", name),
     });
     if let (Some(before), Some(after)) = (before, free()) {
         let taken = before.saturating_sub(after).saturating_sub(ARENA_BYTES);
@@ -129,6 +132,10 @@ pub(super) fn collect(mut command: Command, compiling: Duration, deadline: Durat
                         found.checks += 1;
                         last = rest.to_owned();
                     }
+                    "no-kernel" => {
+                        found.checks = found.checks.saturating_sub(1);
+                        found.no_kernel.push(rest.to_owned());
+                    }
                     "wrong" => found.wrong.push(rest.to_owned()),
                     "memory" => found.taken_bytes = rest.parse().ok(),
                     "done" => break true,
@@ -172,11 +179,12 @@ mod tests {
     fn a_process_that_hangs_or_dies_is_a_finding() {
         let long = Duration::from_secs(60);
         let good = ran(
-            "echo compiled; echo check add; echo memory 7; echo done",
+            "echo compiled; echo check add; echo check sub; echo no-kernel sub; echo memory 7; echo done",
             long,
         );
         let expected = Found {
             checks: 1,
+            no_kernel: vec!["sub".to_owned()],
             wrong: Vec::new(),
             taken_bytes: Some(7),
         };

@@ -56,6 +56,8 @@ pub(super) struct Proven {
 pub(super) struct Verdict {
     /// Number of checks that passed on each GPU.
     checks: usize,
+    /// Checks without kernels on this machine.
+    no_kernel: Vec<String>,
     /// Kernels of the run that only the steps launched.
     uncovered: Vec<String>,
     /// Products that were right, if others were asked for.
@@ -232,6 +234,7 @@ impl Run<'_> {
         verdict.read(&gpu, &found);
         if found.wrong.is_empty() {
             verdict.checks = verdict.checks.max(found.checks);
+            verdict.no_kernel = found.no_kernel;
             verdict.uncovered.clone_from(&self.covers[place].uncovered);
             return Ok(());
         }
@@ -250,6 +253,7 @@ impl Run<'_> {
         }
         verdict.products = Some(other.products);
         verdict.checks = verdict.checks.max(second.checks);
+        verdict.no_kernel = second.no_kernel;
         verdict.fell_back.extend(found.wrong);
         Ok(())
     }
@@ -367,11 +371,18 @@ impl Verdict {
             true => both("verified before", "此前已验证").into(),
             false => Text::literal(seconds(self.seconds)),
         };
+        let without = match self.no_kernel.len() {
+            0 => Text::default(),
+            count => text!(
+                " · {count} more need NVRTC, which was not found",
+                " · 另有 {count} 项需要 NVRTC，而未找到它"
+            ),
+        };
         Event::Info {
             label: both("verify", "验证").into(),
             text: text!(
-                "{} operations{steps} on {gpus} GPUs agree with the CPU · {when}",
-                "{gpus} 个 GPU 上的 {} 项运算{steps}与 CPU 一致 · {when}",
+                "{} operations{steps} on {gpus} GPUs agree with the CPU · {when}{without}",
+                "{gpus} 个 GPU 上的 {} 项运算{steps}与 CPU 一致 · {when}{without}",
                 self.checks
             ),
         }

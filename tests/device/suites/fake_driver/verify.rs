@@ -103,4 +103,11 @@ pub(crate) fn doctor_reports_what_it_verified() {
     let refused = report["refused"].as_str().unwrap();
     says(refused, &["E22", "GPU 0"]);
     assert_eq!(report["doctor"]["gpus"].as_array().unwrap().len(), 1);
+    // Operations whose kernels are neither built in nor compiled here are no differences.
+    let (code, text) = site.run(&[("TESSERA_FAKE_GPUS", "1")], "doctor --verify-gpu");
+    assert_eq!(code, Some(0), "{text}");
+    let report: Value = site.json("gpu-verification.json");
+    let verified = report["verification"].to_string();
+    says(&verified, &["operations and two steps of a tiny model"]);
+    assert!(report["refused"].is_null());
 }
