@@ -230,7 +230,7 @@ tiles() {
 {"version": 2.6, "model_type": "minicpmv", "hidden_size": $hidden, "intermediate_size": 8192, "num_hidden_layers": $layers,
  "num_attention_heads": $heads, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 2000, "query_num": 16,
  "drop_vision_last_layer": false, "slice_config": {"max_slice_nums": 1, "patch_size": 14, "scale_resolution": 112},
- "vision_config": {"hidden_size": 96, "image_size": 112, "intermediate_size": 192, "num_attention_heads": 4,
+ "vision_config": {"hidden_size": 128, "image_size": 112, "intermediate_size": 192, "num_attention_heads": 2,
   "num_hidden_layers": 2, "patch_size": 14}}
 JSON
   "$bin/launcher" synth --model-config "$out/tiles.config.json" --output "$model" --weights seeded --samples 2 \
