@@ -80,6 +80,21 @@ pub enum KernelError {
     },
 }
 
+impl KernelError {
+    /// Name of the kernel module that this machine lacks: it is not built in, and NVRTC, which would compile it, was not
+    /// found. `None` for all other errors.
+    #[must_use]
+    pub fn missing_kernel(&self) -> Option<&str> {
+        #[cfg(feature = "cuda")]
+        if let Self::Device { cause, .. } = self
+            && let Some(crate::cuda::CudaError::NoImage { module, .. }) = cause.downcast_ref()
+        {
+            return Some(module);
+        }
+        None
+    }
+}
+
 /// Result of a device operation, with [`KernelError`] as its error.
 pub type Result<T, E = KernelError> = std::result::Result<T, E>;
 

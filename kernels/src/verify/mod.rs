@@ -12,7 +12,6 @@ pub use numbers::{U32, bytes, first_difference, store, trained, wiring};
 pub use operations::all;
 
 use crate::cuda::CudaBackend;
-use crate::cuda::CudaError;
 use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::module::{Family, Module, PRELUDE, PRIMITIVES};
 use crate::{Backend, CpuBackend, DType, KernelError, KernelList, Shape, Tag, Tensor};
@@ -108,7 +107,7 @@ impl Check {
             let check = format!("{}{}", self.name, if part { ", parts" } else { "" });
             let failed = |error: KernelError| {
                 let check = check.clone();
-                match missing_module(&error) {
+                match error.missing_kernel().map(str::to_owned) {
                     Some(module) => CheckError::NoKernel { check, module },
                     None => CheckError::Failed { check, error },
                 }
@@ -191,17 +190,6 @@ impl Check {
         // Launches before a failure count.
         let _values_do_not_exist = operands.and_then(|x| (self.run)(&counting, &x));
         counting.launched().modules.into_iter().collect()
-    }
-}
-
-/// The kernel module that an operation lacked on this machine, if that is its error.
-fn missing_module(error: &KernelError) -> Option<String> {
-    let KernelError::Device { cause, .. } = error else {
-        return None;
-    };
-    match cause.downcast_ref()? {
-        CudaError::NoImage { module, .. } => Some(module.clone()),
-        _ => None,
     }
 }
 
