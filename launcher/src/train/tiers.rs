@@ -27,26 +27,29 @@ pub(crate) fn lines(zero: &Zero) -> Result<Vec<Text>, CommError> {
         Some(zero.host_pool()),
         zero.spill_pool(),
     ]);
+    let strays = zero.device_pool().stats().strays;
     let mesh = zero.mesh();
     let stages = mesh.coordinates().stages;
     if stages == 1 {
-        return Ok(vec![line(0, None, own)]);
+        return Ok(vec![line(0, None, own, strays)]);
     }
-    // Byte counts below 2^53 are exact.
-    let sent: Vec<f64> = own.iter().flatten().map(|bytes| *bytes as f64).collect();
+    let sent = own.iter().flatten().chain([&strays]);
+    // Counts below 2^53 are exact.
+    let sent: Vec<f64> = sent.map(|count| *count as f64).collect();
     let all = mesh
         .world()
         .all_gather_f64(&sent, CommTag::new("tiers", 0))?;
     let of_stage = |(stage, got): (usize, &Vec<f64>)| {
-        let mut got = got.iter().map(|bytes| *bytes as u64);
-        let stored = own.map(|tier| tier.map(|_| got.next().unwrap_or_default()));
-        line(stage, Some(stage), stored)
+        let mut got = got.iter().map(|count| *count as u64);
+        let mut next = || got.next().unwrap_or_default();
+        let stored = own.map(|tier| tier.map(|_| next()));
+        line(stage, Some(stage), stored, next())
     };
     // The first data-parallel rank of each stage.
     Ok(all.iter().take(stages).enumerate().map(of_stage).collect())
 }
 
-fn line(rank: usize, stage: Option<usize>, stored: Stored) -> Text {
+fn line(rank: usize, stage: Option<usize>, stored: Stored, strays: u64) -> Text {
     let names = [
         both("device", "设备内存"),
         both("host", "主机内存"),
@@ -55,13 +58,20 @@ fn line(rank: usize, stage: Option<usize>, stored: Stored) -> Text {
     let tiers = names.into_iter().zip(stored);
     let tiers: Vec<Text> = tiers.filter_map(|(name, held)| tier(name, held)).collect();
     let tiers = Text::join(&tiers, " · ");
-    match stage {
+    let mut text = match stage {
         None => text!("rank {rank} stores {tiers}", "rank {rank} 存放 {tiers}"),
         Some(stage) => text!(
             "rank {rank} (stage {stage}) stores {tiers}",
             "rank {rank}（段 {stage}）存放 {tiers}"
         ),
+    };
+    if strays > 0 {
+        text += text!(
+            " · {strays} micro-batches used other offsets than planned",
+            " · {strays} 个微批使用了与计划不同的偏移"
+        );
     }
+    text
 }
 
 /// Line with rank 0's use of its GPU: own count, times, and the driver's count.
@@ -86,13 +96,6 @@ pub(crate) fn gpu_line(zero: &Zero, arena_bytes: u64, own: &OwnGpu<'_>) -> Text 
         seconds(times.communication.as_secs_f64()),
         seconds(times.updates.as_secs_f64()),
     );
-    if stats.strays > 0 {
-        text += text!(
-            " · {} micro-batches used other offsets than planned",
-            " · {} 个微批使用了与计划不同的偏移",
-            stats.strays
-        );
-    }
     if let Some(free) = own.free_bytes() {
         let taken = gpu.free_bytes.saturating_sub(free);
         text += text!(
@@ -131,7 +134,7 @@ mod tests {
     #[test]
     fn only_states_and_only_tiers_with_states_are_listed() {
         let pool = Pool::new("host", None);
-        let line = || line(2, Some(1), stored([None, Some(&pool), None]));
+        let line = || line(2, Some(1), stored([None, Some(&pool), None]), 0);
         assert_eq!(line(), "rank 2 (stage 1) stores ");
         let workspace = pool.reserve(900, Tag::Workspace).expect("unlimited");
         assert_eq!(line(), "rank 2 (stage 1) stores ");
