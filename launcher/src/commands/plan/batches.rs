@@ -196,7 +196,6 @@ fn no_update_of_a_stage_exceeds_the_planned_memory() {
         let largest = vec![&most[..]; micro_batches];
         let largest = memory_plans.of_stage(config, model, &largest);
         let largest = largest.expect("a memory plan");
-        assert!(largest.bytes() * 100 <= largest.live_bytes() * 103);
         let limit = largest.bytes() + margin(&largest);
         assert!(arena.planned.memory.peak.device >= limit);
         let memory_plans = std::cell::RefCell::new(memory_plans);
