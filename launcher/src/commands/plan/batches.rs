@@ -201,7 +201,7 @@ fn no_update_of_a_stage_exceeds_the_planned_memory() {
         let memory_plans = std::cell::RefCell::new(memory_plans);
         let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
         let config_of_test = Config {
-            cases: 16,
+            cases: 6,
             failure_persistence: None,
             ..Config::default()
         };
