@@ -59,7 +59,8 @@ fn cross(gpus: Vec<LinkedGpu>) -> Result<Vec<Vec<f32>>> {
     };
     let meshes = Mesh::threads(2, 2, REGION_BYTES, regions)?;
     let [first, last] = <[Mesh; 2]>::try_from(meshes).expect("two stages");
-    let [one, two] = <[LinkedGpu; 2]>::try_from(gpus).ok().expect("two GPUs");
+    let mut gpus = gpus.into_iter();
+    let [one, two] = std::array::from_fn(|_| gpus.next().expect("two GPUs"));
     let both = Arc::new(Barrier::new(2));
     let sent = both.clone();
     let sender = std::thread::spawn(move || -> Result<()> {
