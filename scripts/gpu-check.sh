@@ -389,8 +389,8 @@ CASES
   return "$failed"
 }
 
-# Trains with the layers on two pipeline stages that share the GPU, and on two GPUs where there are two. The bits are those of
-# one rank.
+# Trains with the layers on two pipeline stages that share the GPU, through host memory and by peer access, and on two GPUs where
+# there are two. The bits are those of one rank.
 pipeline() {
   local precision how flags seen run gpus=0 failed=0 first=${CUDA_VISIBLE_DEVICES:-0}
   {
@@ -402,10 +402,12 @@ pipeline() {
   [ "$device" = cpu ] ||
     gpus=$("$bin/launcher" doctor --json | python3 -c 'import json, sys; print(len(json.load(sys.stdin)["gpus"]))') || return 1
   for precision in f32 bf16; do
-    for how in undivided divided two-gpus; do
+    for how in undivided divided divided-ipc two-gpus; do
       flags="--nproc 2 --mp-size 2" seen=${first%%,*}
       case $how in
         undivided) flags="--nproc 1" ;;
+        divided) flags="$flags --collectives shm" ;;
+        divided-ipc) [ "$device" = cpu ] && continue; flags="$flags --collectives ipc" ;;
         two-gpus) [ "$gpus" -ge 2 ] || continue; seen=${CUDA_VISIBLE_DEVICES:-0,1} ;;
       esac
       run="$out/pipeline-$precision-$how"

@@ -9,7 +9,7 @@ from pathlib import Path
 # Largest relative difference of a loss per update with NCCL, as for a pass in f32 (scripts/gpu_train.py). Two f32 values
 # have one sum, so differences come from more than two ranks or from NCCL's order of summation.
 PASS = 1e-4
-HOWS = ("shm", "ipc", "nccl", "undivided", "divided", "two-gpus")
+HOWS = ("shm", "ipc", "nccl", "undivided", "divided", "divided-ipc", "two-gpus")
 
 
 def rows(path):

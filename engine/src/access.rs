@@ -1,6 +1,6 @@
 //! The interface between a model's forward and backward code and the engine.
 
-use crate::comm::mesh::{Coordinates, Neighbor};
+use crate::comm::mesh::{Coordinates, Neighbor, Sent};
 use crate::error::EngineError;
 use crate::offload::activations::Activations;
 use crate::plan::PassKind;
@@ -76,6 +76,18 @@ pub struct BoundaryTensor {
     pub wants_gradient: bool,
     /// The value.
     pub value: Tensor,
+}
+
+impl BoundaryTensor {
+    /// Description of the value for its receiver.
+    pub(crate) fn described(&self) -> Sent {
+        Sent {
+            index: self.index,
+            wants_gradient: self.wants_gradient,
+            shape: self.value.shape(),
+            dtype: self.value.dtype(),
+        }
+    }
 }
 
 /// One pipeline stage of a model: passes through its units, and transfers to the neighboring stages.

@@ -19,6 +19,9 @@ pub enum Lane {
     Compute,
     /// Queue of communication between ranks. It runs beside computation and host-to-device copies.
     Communication,
+    /// The compute queue with marks of its own, for transfers between pipeline stages. A pass makes too few of them to
+    /// reuse one that a neighbor has not waited for.
+    Boundary,
 }
 
 /// Device that copies data from other ranks' devices (peer access), without a library such as NCCL. Calls

@@ -74,7 +74,7 @@ impl Coordinates {
     }
 }
 
-/// Neighbor of a pipeline stage.
+/// Neighbor of a pipeline stage of the same data-parallel rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Neighbor {
     /// The stage with the earlier layers.
@@ -283,6 +283,15 @@ impl Mesh {
         self.coordinates
     }
 
+    /// Rank of a neighbor in the world.
+    #[must_use]
+    pub fn rank_of(&self, neighbor: Neighbor) -> usize {
+        match neighbor {
+            Neighbor::Previous => self.world.world().rank - 1,
+            Neighbor::Next => self.world.world().rank + 1,
+        }
+    }
+
     /// Communicator of all ranks.
     #[must_use]
     pub fn world(&self) -> &Arc<dyn Communicator> {
@@ -362,16 +371,9 @@ impl Mesh {
         mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (comm, root) = self.channel(to, true)?;
-        if values.len() > MAX_VALUES {
-            let (values, most) = (values.len(), MAX_VALUES);
-            return Err(CommError::TooManyValues { values, most }.into());
-        }
         let kind = CollectiveKind::Broadcast { root };
-        let mut header = comm.alloc(HEADER_BYTES)?;
-        encode(values, header.as_mut_slice::<u64>());
-        let op = Collective::new(kind, DType::U8, Tag::new("boundary", 0));
         // The tickets keep their buffers until all values have one, so that no two values share memory.
-        let mut started = vec![comm.start(op, header)?];
+        let mut started = vec![describe(comm, root, values)?];
         for (position, value) in values.iter().enumerate() {
             let mut buffer = comm.alloc(value.bytes())?;
             fill(position, buffer.as_bytes_mut())?;
@@ -393,11 +395,7 @@ impl Mesh {
     ) -> Result<(), E> {
         let (comm, root) = self.channel(from, false)?;
         let kind = CollectiveKind::Broadcast { root };
-        let op = Collective::new(kind, DType::U8, Tag::new("boundary", 0));
-        let header = comm.alloc(HEADER_BYTES)?;
-        let header = comm.start(op, header)?.wait_read()?;
-        let described = decode(header.as_slice::<u64>());
-        drop(header);
+        let described = described(comm, root)?;
         // All are started first, as the sender does.
         let mut started: Vec<Ticket> = Vec::new();
         for value in &described {
@@ -407,6 +405,45 @@ impl Mesh {
         for (value, ticket) in described.into_iter().zip(started) {
             take(value, ticket.wait_read()?.as_bytes())?;
         }
+        Ok(())
+    }
+
+    /// Offers values in this rank's device memory to a neighbor. `words` are one place for each value and one word for
+    /// all. The result waits for the neighbor's answer.
+    ///
+    /// # Errors
+    /// [`CommError::TooManyValues`], [`CommError::WindowFull`], or the error of a dead link.
+    pub fn offer(&self, to: Neighbor, values: &[Sent], words: &[u64]) -> Result<Answer, CommError> {
+        let (comm, root) = self.channel(to, true)?;
+        let _header = describe(comm, root, values)?;
+        let mut places = comm.alloc(size_of_val(words))?;
+        places.as_mut_slice::<u64>().copy_from_slice(words);
+        let _places = comm.start(places_of(root), places)?;
+        let answer = comm.alloc(size_of::<u64>())?;
+        Ok(Answer(comm.start(answer_to(root), answer)?))
+    }
+
+    /// The values that a neighbor offers next, and their words. [`Mesh::answer`] must follow.
+    ///
+    /// # Errors
+    /// [`CommError::WindowFull`], or the error of a dead link.
+    pub fn offered(&self, from: Neighbor) -> Result<(Vec<Sent>, Vec<u64>), CommError> {
+        let (comm, root) = self.channel(from, false)?;
+        let values = described(comm, root)?;
+        let places = comm.alloc((values.len() + 1) * size_of::<u64>())?;
+        let places = comm.start(places_of(root), places)?.wait_read()?;
+        Ok((values, places.as_slice::<u64>().to_vec()))
+    }
+
+    /// Answers the last offer of a neighbor with a word.
+    ///
+    /// # Errors
+    /// [`CommError::WindowFull`], or the error of a dead link.
+    pub fn answer(&self, to: Neighbor, word: u64) -> Result<(), CommError> {
+        let (comm, root) = self.channel(to, false)?;
+        let mut answer = comm.alloc(size_of::<u64>())?;
+        answer.as_mut_slice::<u64>()[0] = word;
+        drop(comm.start(answer_to(root), answer)?);
         Ok(())
     }
 
@@ -432,6 +469,54 @@ impl Mesh {
         }
         Ok(())
     }
+}
+
+/// Answer to an offer ([`Mesh::offer`]).
+#[derive(Debug)]
+pub struct Answer(Ticket);
+
+impl Answer {
+    /// Waits for the neighbor's word.
+    ///
+    /// # Errors
+    /// The error of a dead link.
+    pub fn wait(self) -> Result<u64, CommError> {
+        Ok(self.0.wait_read()?.as_slice::<u64>()[0])
+    }
+}
+
+/// Message of the rank `root` of a link.
+const fn message(root: usize, name: &'static str) -> Collective {
+    let kind = CollectiveKind::Broadcast { root };
+    Collective::new(kind, DType::U8, Tag::new(name, 0))
+}
+
+/// Message with the places of values that the rank `root` of a link offers.
+const fn places_of(root: usize) -> Collective {
+    message(root, "places")
+}
+
+/// Message of the other rank of a link than `root`.
+const fn answer_to(root: usize) -> Collective {
+    message(1 - root, "answer")
+}
+
+/// Sends the description of a transfer's values.
+fn describe(comm: &dyn Communicator, root: usize, values: &[Sent]) -> Result<Ticket, CommError> {
+    if values.len() > MAX_VALUES {
+        let (values, most) = (values.len(), MAX_VALUES);
+        return Err(CommError::TooManyValues { values, most });
+    }
+    let mut header = comm.alloc(HEADER_BYTES)?;
+    encode(values, header.as_mut_slice::<u64>());
+    comm.start(message(root, "boundary"), header)
+}
+
+/// Description of the values of the next transfer of the rank `root` of a link.
+fn described(comm: &dyn Communicator, root: usize) -> Result<Vec<Sent>, CommError> {
+    let header = comm.alloc(HEADER_BYTES)?;
+    let header = comm.start(message(root, "boundary"), header)?.wait_read()?;
+    Ok(decode(header.as_slice::<u64>()))
 }
 
 const DTYPES: [DType; 7] = [
@@ -557,6 +642,35 @@ mod tests {
                     let mut bytes = [at.stage as u8; 5];
                     mesh.broadcast(2, &mut bytes, 0).expect("broadcast");
                     assert_eq!(bytes, [2; 5]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn offers_are_answered_in_order() {
+        let meshes = Mesh::threads(2, 2, 1 << 16, REGIONS).expect("meshes");
+        std::thread::scope(|scope| {
+            for mesh in meshes {
+                scope.spawn(move || match mesh.coordinates().is_last() {
+                    false => {
+                        let offer = |turn: u32| {
+                            let words = [7, u64::from(turn)];
+                            mesh.offer(Neighbor::Next, &[sent(turn)], &words)
+                        };
+                        // The second offer does not wait for the first answer.
+                        let answers = [0, 1].map(|turn| offer(turn).expect("offered"));
+                        let words = answers.map(|answer| answer.wait().expect("answered"));
+                        assert_eq!(words, [10, 11]);
+                    }
+                    true => {
+                        for turn in 0..2 {
+                            let offered = mesh.offered(Neighbor::Previous).expect("offered");
+                            assert_eq!(offered, (vec![sent(turn)], vec![7, u64::from(turn)]));
+                            let word = 10 + u64::from(turn);
+                            mesh.answer(Neighbor::Previous, word).expect("answered");
+                        }
+                    }
                 });
             }
         });

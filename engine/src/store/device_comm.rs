@@ -14,6 +14,8 @@
 //!
 //! A dry run executes the same code on the meta device and sends no messages.
 
+use super::open_devices::peers_of;
+use crate::comm::mesh::Mesh;
 use crate::comm::{Collective, CollectiveKind, Communicator, Tag as CommTag, World};
 use crate::error::EngineError;
 use crate::plan::{DeviceTransport, GroupLayout, Plan};
@@ -30,8 +32,6 @@ type Result<T, E = EngineError> = std::result::Result<T, E>;
 /// Number of sub-groups of an update that are reduced at once. The pulls of a chunk wait for the memory of the previous
 /// chunk, whose sums are queued after the next unit's backward. On few ranks a unit is one or two chunks.
 const CHUNK_SUB_GROUPS: usize = 4;
-/// Number of bytes of each rank that all others read as a test of peer access.
-const SIGHT: usize = 64;
 /// Word of a message for a gradient that this rank does not have.
 const ABSENT: u64 = u64::MAX;
 
@@ -100,49 +100,14 @@ impl How {
     }
 }
 
-/// Test pattern of a rank; patterns of two ranks differ in all bytes.
-fn sight(rank: usize) -> [u8; SIGHT] {
-    std::array::from_fn(|i| (i * 7 + rank * 31 + 1) as u8)
-}
-
-/// Exchanges the outcome of a step of [`DeviceComm::join`] among all ranks: bytes, or a failure. If one rank fails,
-/// every rank fails. A rank that is out of memory returns its own error, which says nothing about the other ranks.
-fn agree(comm: &dyn Communicator, step: u32, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-    const WELL: u8 = 0;
-    let mut short = None;
-    let own = match own {
-        Ok(bytes) => [&[WELL], &*bytes].concat(),
-        Err(EngineError::Kernel(KernelError::Device { op, cause })) => {
-            format!("\u{1}cannot {op}: {cause}").into_bytes()
-        }
-        Err(error) => {
-            let said = format!("\u{1}{error}").into_bytes();
-            short = Some(error).filter(|error| {
-                matches!(error, EngineError::Kernel(KernelError::OutOfMemory { .. }))
-            });
-            said
-        }
-    };
-    let all = comm.all_gather_bytes(&own, CommTag::new("devices", step))?;
-    if let Some(error) = short {
-        return Err(error);
-    }
-    let failed = all.iter().enumerate().filter(|(_, said)| said[0] != WELL);
-    let refusals: Vec<(usize, String)> = failed
-        .map(|(rank, said)| (rank, String::from_utf8_lossy(&said[1..]).into_owned()))
-        .collect();
-    match refusals.is_empty() {
-        true => Ok(all.into_iter().map(|said| said[1..].to_vec()).collect()),
-        false => Err(EngineError::NoPeerAccess { refusals }),
-    }
-}
-
 /// One rank's device as a participant in the collectives between the devices of all ranks.
 pub(crate) struct DeviceComm {
     /// Whether NCCL runs the collectives.
     grouped: bool,
     backend: Arc<dyn Backend>,
     world: World,
+    /// By rank: index of its device among those that were opened ([`open_devices`](super::open_devices)).
+    devices: Vec<usize>,
     /// Number of ranks that share one copy of the sharded states.
     shards: usize,
     chunk_elems: usize,
@@ -163,76 +128,22 @@ pub(crate) struct DeviceComm {
 }
 
 impl DeviceComm {
-    /// Connects the devices of all ranks.
+    /// Connects the devices of the data-parallel ranks of `mesh`. For peer access the devices of all its ranks are open.
     ///
     /// # Errors
-    /// [`EngineError::NoPeerAccess`] on every rank if one rank's device shares no memory or cannot read another's.
     /// Errors of NCCL if the ranks cannot form its group.
-    pub(crate) fn join(
-        backend: Arc<dyn Backend>,
-        comm: Arc<dyn Communicator>,
-        how: How,
-    ) -> Result<Self> {
-        let world = comm.world();
+    pub(crate) fn join(backend: Arc<dyn Backend>, mesh: &Mesh, how: How) -> Result<Self> {
+        let (comm, at) = (mesh.data().clone(), mesh.coordinates());
         let joined = Self {
             grouped: how.transport == DeviceTransport::Nccl,
+            devices: (0..at.data.size).map(|d| at.rank(d, at.stage)).collect(),
             comm: Some(comm.clone()),
-            ..Self::alone(backend, world, how)
+            ..Self::alone(backend, at.data, how)
         };
-        match joined.grouped {
-            true => joined.join_group(&*comm)?,
-            false => joined.join_peers(&*comm)?,
+        if joined.grouped {
+            joined.join_group(&*comm)?;
         }
         Ok(joined)
-    }
-
-    /// Opens the other ranks' memory and reads a test pattern from each. A driver or container that forbids access is
-    /// detected here, on every rank.
-    fn join_peers(&self, comm: &dyn Communicator) -> Result<()> {
-        let named = self.peers().and_then(|peers| Ok(peers.name()?));
-        let names = agree(comm, 0, named)?;
-        let mut shown = None;
-        let opened = self.peers().and_then(|peers| {
-            peers.join(self.world.rank, &names, comm.deadline())?;
-            let (tensor, words) = self.show(peers)?;
-            shown = Some(tensor);
-            Ok(bytemuck::cast_slice(&words).to_vec())
-        });
-        let places = agree(comm, 1, opened)?;
-        let seen = self.peers().and_then(|peers| self.see(peers, &places));
-        // No rank may free its pattern before all ranks have read it.
-        agree(comm, 2, seen.map(|()| Vec::new()))?;
-        Ok(())
-    }
-
-    /// Writes this rank's test pattern. Returns its tensor, its offset in device memory, and the event after the write.
-    fn show(&self, peers: &dyn PeerAccess) -> Result<(Tensor, [u64; 2])> {
-        let own = peers.incoming(Shape::new(&[SIGHT]), DType::U8, Tag::Communication)?;
-        peers.put(&own, 0, &sight(self.world.rank))?;
-        let words = [peers.offset(&own)?, peers.mark(Lane::Communication)?];
-        Ok((own, words))
-    }
-
-    /// Reads and checks the test patterns of the other ranks.
-    fn see(&self, peers: &dyn PeerAccess, places: &[Vec<u8>]) -> Result<()> {
-        let World { rank, size } = self.world;
-        let all = peers.incoming(Shape::new(&[size * SIGHT]), DType::U8, Tag::Communication)?;
-        for (peer, words) in places.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-            let word = |at: usize| bytemuck::pod_read_unaligned::<u64>(&words[8 * at..8 * at + 8]);
-            peers.await_mark(Lane::Communication, peer, Lane::Communication, word(1))?;
-            peers.pull(peer, word(0), &all, peer * SIGHT..(peer + 1) * SIGHT)?;
-        }
-        peers.arrive()?;
-        let bytes = all.to_bytes()?;
-        let parts = bytes.chunks_exact(SIGHT).enumerate();
-        let mut others = parts.filter(|(peer, _)| *peer != rank);
-        let Some((peer, _)) = others.find(|(peer, part)| **part != sight(*peer)) else {
-            return Ok(());
-        };
-        Err(EngineError::Kernel(KernelError::Device {
-            op: "read memory of other ranks",
-            cause: format!("rank {peer}: what is there is not what that rank wrote").into(),
-        }))
     }
 
     /// Joins the NCCL group of all ranks, after a check that all have the same version of NCCL.
@@ -275,6 +186,7 @@ impl DeviceComm {
             chunk_elems: how.chunk_elems,
             backend,
             world,
+            devices: (0..world.size).collect(),
             shards: how.shards,
             comm: None,
             borrowed: Vec::new(),
@@ -287,11 +199,7 @@ impl DeviceComm {
     }
 
     fn peers(&self) -> Result<&dyn PeerAccess> {
-        let missing = || KernelError::Device {
-            op: "share memory",
-            cause: "the device shares no memory with other ranks".into(),
-        };
-        Ok(self.backend.peers().ok_or_else(missing)?)
+        peers_of(&*self.backend)
     }
 
     fn group(&self) -> Result<&dyn GroupAccess> {
@@ -354,7 +262,8 @@ impl DeviceComm {
         for (peer, words) in all.iter().enumerate() {
             if peer != rank && words[0] != self.awaited[peer] {
                 if let Some(peers) = peers {
-                    peers.await_mark(Lane::Compute, peer, Lane::Communication, words[0])?;
+                    let device = self.devices[peer];
+                    peers.await_mark(Lane::Compute, device, Lane::Communication, words[0])?;
                 }
                 self.awaited[peer] = words[0];
             }
@@ -426,10 +335,10 @@ impl DeviceComm {
         let peers = self.peers()?;
         let first = rank / shards * shards;
         for peer in (first..first + shards).filter(|peer| *peer != rank) {
-            let words = &all[peer];
+            let (words, device) = (&all[peer], self.devices[peer]);
             peers.await_mark(
                 Lane::Communication,
-                peer,
+                device,
                 Lane::Communication,
                 words[gathered.len()],
             )?;
@@ -446,7 +355,7 @@ impl DeviceComm {
                         let of = |elem: usize| (elem - slot.offset) * size;
                         let place = of(theirs.start)..of(theirs.end);
                         let from = offset.wrapping_add(place.start as u64);
-                        peers.pull(peer, from, tensor, place)?;
+                        peers.pull(device, from, tensor, place)?;
                     }
                 }
             }
@@ -512,11 +421,11 @@ impl DeviceComm {
         let shape = Shape::new(&[size * elems]);
         let all_ranks = peers.incoming(shape, DType::F32, Tag::Communication)?;
         for (peer, words) in all.iter().enumerate() {
-            let own = peer == self.world.rank;
+            let (own, device) = (peer == self.world.rank, self.devices[peer]);
             if own {
                 peers.await_own(produced.mark)?;
             } else {
-                peers.await_mark(Lane::Communication, peer, Lane::Compute, words[0])?;
+                peers.await_mark(Lane::Communication, device, Lane::Compute, words[0])?;
             }
             let place = |part: Range<usize>| {
                 let at = |elem: usize| (peer * elems + elem - chunk.start) * 4;
@@ -539,7 +448,7 @@ impl DeviceComm {
                     Some(gradient) if own => {
                         peers.take(gradient, at, &all_ranks, place(part.clone()))?;
                     }
-                    _ => peers.pull(peer, offset + at as u64, &all_ranks, place(part.clone()))?,
+                    _ => peers.pull(device, offset + at as u64, &all_ranks, place(part.clone()))?,
                 }
                 done = part.end;
             }

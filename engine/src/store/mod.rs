@@ -10,6 +10,7 @@ pub(crate) mod device_comm;
 mod forward_updates;
 mod gradient_worker;
 mod mapped_files;
+pub(crate) mod open_devices;
 mod prefetch_device;
 mod prefetch_disk;
 pub(crate) mod prefetch_upload;

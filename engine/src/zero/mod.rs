@@ -1,6 +1,7 @@
 //! [`Zero`]: model states of one rank under ZeRO, as passes and the training loop use them.
 
 mod device;
+mod device_transfers;
 mod pipeline;
 mod senders;
 mod snapshot;
@@ -9,6 +10,8 @@ mod update;
 
 pub use snapshot::check_trained;
 
+use self::device_transfers::DeviceTransfers;
+use self::pipeline::Transfers;
 use self::senders::Senders;
 use crate::access::{Lease, LeaseOwner, ParamAccess, PipelineStage};
 use crate::comm::mesh::Mesh;
@@ -18,11 +21,12 @@ use crate::offload::activations::Activations;
 use crate::offload::activations::placed;
 use crate::offload::spill::SpillStats;
 use crate::offload::tier::{Tiers, region_chunks};
-use crate::plan::{GroupKind, PassKind, Phase, Plan, Tier, UnitPlan, Visit};
+use crate::plan::{DeviceTransport, GroupKind, PassKind, Phase, Plan, Tier, UnitPlan, Visit};
 use crate::spec::{ParamId, UnitId};
 use crate::step::OptimizerConfig;
 use crate::step::device_step::DeviceStep;
 use crate::store::device_comm::{DeviceComm, How};
+use crate::store::open_devices::open_devices;
 use crate::store::prefetch_upload::Prefetched;
 use crate::store::registered::HostRegistered;
 use crate::store::route::Computes;
@@ -79,7 +83,7 @@ pub struct Zero {
     /// Communicator of the data-parallel ranks of this pipeline stage.
     comm: Arc<dyn Communicator>,
     /// Transfers to the neighboring pipeline stages.
-    senders: RefCell<Senders>,
+    transfers: RefCell<Transfers>,
     backend: Arc<dyn Backend>,
     optimizer: Arc<OptimizerConfig>,
     tiers: Tiers,
@@ -152,14 +156,24 @@ impl Zero {
         compare_plans(&plan, &**mesh.world())?;
         let comm = mesh.data().clone();
         let tiers = tiers.on(&backend);
+        let is_dry = tiers.counters().is_some();
+        let have_peers = plan.config().device_transport == DeviceTransport::Peers;
+        let crosses_devices = have_peers && mesh.coordinates().stages > 1;
+        if !is_dry && (crosses_devices || have_peers && plan.devices_talk()) {
+            open_devices(&*backend, &**mesh.world())?;
+        }
         let device = if plan.devices_talk() {
             let (backend, how) = (backend.clone(), How::of(&plan));
-            Some(match tiers.counters() {
-                Some(_) => DeviceComm::dry_run(backend, comm.world(), how)?,
-                None => DeviceComm::join(backend, comm.clone(), how)?,
+            Some(match is_dry {
+                true => DeviceComm::dry_run(backend, comm.world(), how)?,
+                false => DeviceComm::join(backend, &mesh, how)?,
             })
         } else {
             None
+        };
+        let transfers = match crosses_devices {
+            true => Transfers::BetweenDevices(DeviceTransfers::new(&mesh, backend.clone())),
+            false => Transfers::ThroughHost(Senders::start(&mesh, &tiers)?),
         };
         let computes = Computes {
             discrete: !backend.device().is_host_addressable(),
@@ -187,7 +201,7 @@ impl Zero {
             .map(|keeper| keeper.of(&*backend));
         let exchange = step::Exchange::new(&plan);
         Ok(Self {
-            senders: RefCell::new(Senders::start(&mesh, &tiers)?),
+            transfers: RefCell::new(transfers),
             plan,
             mesh,
             comm,

@@ -1,5 +1,7 @@
 //! Pipeline stages: transfers to the neighbors, and results of all stages in the order of an undivided model.
 
+use super::device_transfers::DeviceTransfers;
+use super::senders::Senders;
 use super::{Result, Zero};
 use crate::access::{BoundaryTensor, PipelineStage};
 use crate::comm::Tag as CommTag;
@@ -8,6 +10,23 @@ use crate::error::EngineError;
 use crate::plan::{GroupKind, PassKind, Phase, Visit};
 use crate::spec::{ParamId, UnitId};
 use kernels::{Tag, Tensor, TensorMut};
+
+/// Transfers of a pipeline stage to its neighbors.
+#[derive(Debug)]
+pub(super) enum Transfers {
+    ThroughHost(Senders),
+    BetweenDevices(DeviceTransfers),
+}
+
+impl Transfers {
+    /// Waits until nothing reads the values of transfers that were started.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        match self {
+            Self::ThroughHost(senders) => senders.wait(),
+            Self::BetweenDevices(transfers) => transfers.wait(),
+        }
+    }
+}
 
 impl Zero {
     /// Ends the backward pass of one micro-batch and counts it. [`Zero::add_losses`] adds its loss.
@@ -110,10 +129,18 @@ impl PipelineStage for Zero {
     }
 
     fn send(&self, to: Neighbor, values: &[BoundaryTensor]) -> Result<()> {
-        self.senders.borrow_mut().send(to, values)
+        match &mut *self.transfers.borrow_mut() {
+            Transfers::ThroughHost(senders) => senders.send(to, values),
+            Transfers::BetweenDevices(transfers) => transfers.send(to, values),
+        }
     }
 
     fn receive(&self, from: Neighbor) -> Result<Vec<BoundaryTensor>> {
+        let mut transfers = self.transfers.borrow_mut();
+        let senders = match &mut *transfers {
+            Transfers::ThroughHost(senders) => senders,
+            Transfers::BetweenDevices(transfers) => return transfers.receive(from),
+        };
         let mut received = Vec::new();
         let outcome = self.mesh.receive(from, |sent, bytes| {
             let backend = &self.backend;
@@ -126,7 +153,7 @@ impl PipelineStage for Zero {
         });
         match outcome {
             Ok(()) => Ok(received),
-            Err(error) => Err(self.senders.borrow_mut().cause_of(error)),
+            Err(error) => Err(senders.cause_of(error)),
         }
     }
 }

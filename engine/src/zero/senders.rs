@@ -26,15 +26,9 @@ struct Transfer {
 
 impl Transfer {
     fn of(to: Neighbor, values: &[BoundaryTensor]) -> Result<Self> {
-        let described = values.iter().map(|passed| {
-            let sent = Sent {
-                index: passed.index,
-                wants_gradient: passed.wants_gradient,
-                shape: passed.value.shape(),
-                dtype: passed.value.dtype(),
-            };
-            Ok((sent, passed.value.fetch()?))
-        });
+        let described = values
+            .iter()
+            .map(|passed| Ok((passed.described(), passed.value.fetch()?)));
         Ok(Self {
             to,
             values: described.collect::<Result<_>>()?,

@@ -87,7 +87,7 @@ impl Zero {
     pub fn step_scaled(&mut self, lr: f64, loss_scale: f64) -> Result<StepReport> {
         // Waits for units that the pass did not lease.
         self.finish_updates()?;
-        self.senders.get_mut().wait()?;
+        self.transfers.get_mut().wait()?;
         let announced = self.store.get_mut().end_in_backward()?;
         self.reduce_accumulated()?;
         let totals = self.sum_totals()?;

@@ -18,7 +18,9 @@ use super::transfer::HANDLE_BYTES;
 use crate::peers::Lane;
 use crate::timeline::DeviceLane;
 
-/// Events per queue, used in turn. Ranks exchange messages between marks, so only a few marks are ever waited for.
+/// Number of [`Lane`]s.
+const LANES: usize = 3;
+/// Events per lane, used in turn. Ranks exchange messages between marks, so only a few marks are ever waited for.
 const MARKS: usize = 64;
 /// Flags of an event without timing that other processes can wait for.
 const SHARED: u32 =
@@ -75,14 +77,14 @@ impl Drop for IpcEvent {
     }
 }
 
-/// Events that mark points in one queue, used in turn. Other processes can wait for them.
+/// Events of one lane that mark points in its queue, used in turn. Other processes can wait for them.
 type Marks = Vec<IpcEvent>;
 
 /// Events that this process shares, and other ranks' GPUs that it opened.
 #[derive(Debug)]
 pub(super) struct Peers {
-    marks: [Marks; 2],
-    counts: [AtomicU64; 2],
+    marks: [Marks; LANES],
+    counts: [AtomicU64; LANES],
     /// Opened GPUs by rank; `None` for this process.
     members: Mutex<Vec<Option<Arc<Member>>>>,
 }
@@ -91,7 +93,7 @@ pub(super) struct Peers {
 #[derive(Debug)]
 struct Member {
     memory: Mapped,
-    marks: [Marks; 2],
+    marks: [Marks; LANES],
 }
 
 /// GPU memory of another process, mapped into this one. Dropping it unmaps it.
@@ -116,7 +118,7 @@ impl Peers {
     pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
         let lane = || -> Result<Marks> { (0..MARKS).map(|_| IpcEvent::create(context)).collect() };
         Ok(Self {
-            marks: [lane()?, lane()?],
+            marks: [lane()?, lane()?, lane()?],
             counts: Default::default(),
             members: Mutex::default(),
         })
@@ -137,7 +139,7 @@ impl Gpu {
 
     fn lane(&self, lane: Lane) -> Result<sys::CUstream, Cause> {
         Ok(match lane {
-            Lane::Compute => self.stream().raw(),
+            Lane::Compute | Lane::Boundary => self.stream().raw(),
             Lane::Communication => self.copies()?.communication.raw(),
         })
     }
@@ -185,7 +187,7 @@ impl Gpu {
             let open = |_| Ok(IpcEvent::open(context, &next()?)?);
             (0..MARKS).map(open).collect()
         };
-        let marks = [marks()?, marks()?];
+        let marks = [marks()?, marks()?, marks()?];
         Ok(Member { memory, marks })
     }
 }

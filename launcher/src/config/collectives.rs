@@ -36,8 +36,8 @@ impl Collectives {
 }
 
 const IN_STAGES: Both = both(
-    "pipeline stages (--mp-size) exchange through host memory",
-    "流水线段（--mp-size）通过主机内存交换数据",
+    "pipeline stages (--mp-size) exchange by peer access or through host memory",
+    "流水线段（--mp-size）通过显存直接访问或主机内存交换数据",
 );
 
 impl RunConfig {
@@ -70,9 +70,6 @@ impl RunConfig {
     pub(crate) fn missing_peer_access(&self) -> Option<Text> {
         if self.world_size < 2 {
             return Some(both("there is one rank", "只有一个 rank").into());
-        }
-        if self.mp_size > 1 {
-            return Some(IN_STAGES.into());
         }
         if self.ranks_here() < self.world_size {
             return Some(

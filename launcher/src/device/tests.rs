@@ -407,6 +407,8 @@ fn gpus_with_peer_access_use_ipc_collectives() {
     // Ranks of one GPU share its memory.
     let shared = config_of("--device cuda --nproc 2", &linked_to_itself());
     assert_eq!(shared.resolved_collectives(), Collectives::Ipc);
+    let stages = config_of("--device cuda --nproc 2 --mp-size 2", &both);
+    assert_eq!(stages.resolved_collectives(), Collectives::Ipc);
     let alone = config_of("--device cuda --nproc 1", &one);
     assert_eq!(alone.resolved_collectives(), Collectives::Shm);
     let asked = config_of("--device cuda --collectives shm", &both);
@@ -433,4 +435,7 @@ fn impossible_collectives_are_refused() {
     let line = "--device cuda --nproc 4 --shard-group 2 --collectives nccl";
     let failure = refused(line, &linked(true));
     assert!(failure.to_string().contains("one group"), "{failure}");
+    let line = "--device cuda --nproc 2 --mp-size 2 --collectives nccl";
+    let failure = refused(line, &linked(true));
+    assert!(failure.to_string().contains("pipeline stages"), "{failure}");
 }

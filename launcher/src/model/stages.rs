@@ -10,7 +10,9 @@ use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::lang::{Text, both, text};
 use engine::plan::{GroupKind, UnitPlan};
-use engine::{DryRun, EngineError, ParamAccess, ParamId, PassKind, Plan, ZeroConfig};
+use engine::{
+    DeviceTransport, DryRun, EngineError, ParamAccess, ParamId, PassKind, Plan, ZeroConfig,
+};
 use kernels::Tensor;
 use models::autograd::Tape;
 use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
@@ -96,6 +98,8 @@ pub(crate) fn costs(
         let zero = ZeroConfig {
             slice: None,
             optimizer_in_backward: None,
+            // The meta device of the CPU shares no memory with other ranks.
+            device_transport: DeviceTransport::Host,
             ..zero.clone()
         };
         let plan = Plan::new(spec.clone(), zero, config.data_ranks());

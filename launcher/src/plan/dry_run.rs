@@ -2,8 +2,8 @@
 
 use super::fixed::{self, Fixed};
 use super::memory_plans::{self, MemoryPlans};
-use super::stages::{StageRun, Transfer};
-use crate::config::{RunConfig, RunGpu, RunPlan, Task};
+use super::stages::{self, StageRun, Transfer};
+use crate::config::{Collectives, RunConfig, RunGpu, RunPlan, Task};
 use crate::device;
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
@@ -17,9 +17,9 @@ use kernels::{Backend, KernelList, MemoryPlan, PoolStats, Tag};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::generate::{Prompt, dry_run_answers};
-use models::pipeline::{self, MicroBatch, Point, Schedule1F1B};
+use models::pipeline::{self, Point};
 use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -237,13 +237,12 @@ fn of_stages(
         run.all()?;
         let next = run.stage.take().map(StageRun::sent).unwrap_or_default();
         let mut memory = run.memory();
-        if device().is_some() {
-            // Blocks of a stage have no planned offsets, and may pack less densely.
-            memory.peak.device += memory.peak.device / memory_plans::MARGIN_SHARE;
-        }
         let sent = next.iter().map(Transfer::bytes).max().unwrap_or(0);
-        // A rank has a region for each direction of its two links.
-        let links = 2 * (boundaries.last().copied().unwrap_or(0) + sent);
+        // A rank has a region for each direction of its two links. GPUs with peer access need it for messages only.
+        let links = match config.resolved_collectives() {
+            Collectives::Ipc => 0,
+            _ => 2 * (boundaries.last().copied().unwrap_or(0) + sent),
+        };
         memory.peak.window += links;
         memory.peak.resident += links;
         memory.peak.resident_window += links;
@@ -285,12 +284,17 @@ fn answer(
     dry_run_answers(model, &**dry_run, prompts, &begin, &end)
 }
 
+/// Micro-batches of an update on a pipeline stage, for its memory: as many as are alive at once and one more.
+fn in_stage<'a>(config: &RunConfig, largest: &'a [EncodedSample]) -> Vec<&'a [EncodedSample]> {
+    vec![largest; config.batch.accumulation_steps.min(config.mp_size + 1)]
+}
+
 struct Run<'a> {
     config: &'a RunConfig,
     model: &'a dyn VisionLanguageModel,
     work: &'a Work<'a>,
     dry_run: DryRun,
-    /// Memory plan of a micro-batch. `None` on the CPU.
+    /// Memory plan of a micro-batch, or of an update on a pipeline stage. `None` on the CPU.
     memory_plan: Option<Arc<MemoryPlan>>,
     /// The pipeline stage. `None` if the rank has all units.
     stage: Option<StageRun>,
@@ -312,9 +316,15 @@ impl<'a> Run<'a> {
         // A second meta device records the blocks of a micro-batch, and the first gives them the planned offsets.
         let dry_run = match device().zip(device()) {
             Some((device, other)) => {
-                if config.task != Task::Answer && plan.stages() == 1 {
+                if config.task != Task::Answer {
                     let mut memory_plans = MemoryPlans::new(config, plan, other)?;
-                    memory_plan = Some(memory_plans.of(config, model, work.train)?);
+                    memory_plan = Some(match plan.stages() {
+                        1 => memory_plans.of(config, model, work.train)?,
+                        _ => {
+                            let micro_batches = in_stage(config, work.train);
+                            memory_plans.of_stage(config, model, &micro_batches)?
+                        }
+                    });
                 }
                 DryRun::on_discrete_device(plan.clone(), rule, device)
             }
@@ -340,8 +350,9 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         for _ in 0..2 {
-            if self.stage.is_some() {
-                self.train_stage()?;
+            if let Some(stage) = self.stage.take() {
+                self.train_stage(&stage)?;
+                self.stage = Some(stage);
             } else {
                 for _ in 0..self.config.batch.accumulation_steps.min(2) {
                     self.micro_batch()?;
@@ -385,40 +396,30 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Dry run of the micro-batches of one update on a pipeline stage, as many as are alive at once and one more.
-    fn train_stage(&mut self) -> Result<(), ModelError> {
-        let (config, model) = (self.config, self.model);
-        let samples: Vec<SampleInput<'_>> = self.work.train.iter().map(SampleInput::from).collect();
-        let keep = |unit| keeps(config, model, unit);
-        let micro_batches = config.batch.accumulation_steps.min(config.mp_size + 1);
-        let schedule = Schedule1F1B {
-            model,
-            stored: &keep,
-            factor: 1.0,
-            micro_batches,
-            mlp_tiles: config.mlp_tile_tokens,
-        };
-        let peaks = RefCell::new(Vec::new());
-        if let Some(stage) = &self.stage {
-            let on = stage.on(&self.dry_run);
-            let backend: &dyn Backend = &**self.dry_run.backend();
-            let mut next = |_: usize| {
-                let keys = vec![0; samples.len()];
-                Ok(MicroBatch {
-                    batch: model.collate(&samples, backend)?,
-                    dropout: dropout(config, &keys, &samples, backend)?,
-                })
-            };
-            schedule.run(&on, &mut next, &mut |_, point| {
+    /// Dry run of the micro-batches of one update on a pipeline stage.
+    fn train_stage(&mut self, stage: &StageRun) -> Result<(), ModelError> {
+        let pool = self.dry_run.device_pool();
+        let margin = self.memory_plan.as_deref().map_or(0, memory_plans::margin);
+        let margin = pool.reserve(margin, Tag::Margin)?;
+        let mut peaks = Vec::new();
+        pool.follow(self.memory_plan.clone());
+        stages::step(
+            self.config,
+            self.model,
+            (&self.dry_run, stage),
+            &in_stage(self.config, self.work.train),
+            &mut |point| {
                 let phase = match point {
                     Point::Forward => Phase::Forward,
                     Point::Backward => Phase::Backward,
                 };
-                peaks.borrow_mut().push((phase, self.moment(phase)));
-            })?;
-            stage.wait();
-        }
-        for (phase, moment) in peaks.into_inner() {
+                peaks.push((phase, self.moment(phase)));
+            },
+        )?;
+        pool.follow(None);
+        stage.wait();
+        drop(margin);
+        for (phase, moment) in peaks {
             self.phases.entry(phase).or_default().raise(moment);
         }
         Ok(())

@@ -120,8 +120,13 @@ fn loader_options(config: &RunConfig) -> LoaderOptions {
 /// Bytes of the encoded samples that loader threads prepare ahead, and of the images they are processing.
 fn loader_bytes(config: &RunConfig, micro_batch: &[EncodedSample]) -> u64 {
     let options = loader_options(config);
-    // One batch is in training. Each thread also holds one while its queue is full.
-    let batches = (options.ahead + options.threads + 1) as u64;
+    // A pipeline stage holds the batches of an update, another rank the one in training.
+    let in_training = match config.mp_size {
+        1 => 1,
+        _ => config.batch.accumulation_steps,
+    };
+    // Each thread also holds one while its queue is full.
+    let batches = (options.ahead + options.threads + in_training) as u64;
     let largest = micro_batch
         .iter()
         .map(|s| sample_bytes(std::slice::from_ref(s)));

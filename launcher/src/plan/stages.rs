@@ -1,9 +1,10 @@
 //! Pipeline stages in a plan: the dry run of a stage, whose transfers have shapes only, and the output lines about stages.
 
-use crate::config::RunPlan;
+use crate::config::{RunConfig, RunPlan};
 use crate::error::Failure;
 use crate::lang::text;
 use crate::memory::RankMemory;
+use crate::model::setup::{dropout, keeps};
 use crate::model::stages::Cost;
 use crate::ui::{Event, StagesEvent};
 use engine::comm::World;
@@ -13,6 +14,10 @@ use engine::{
     PipelineStage, Plan, UnitId, Zero,
 };
 use kernels::{Backend, DType, Shape, Tag, Tensor};
+use models::autograd::Tape;
+use models::data::EncodedSample;
+use models::pipeline::{self, MicroBatch, Point, Schedule1F1B};
+use models::{ModelError, SampleInput, VisionLanguageModel};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -115,6 +120,74 @@ impl StageRun {
             run: self,
         }
     }
+}
+
+/// Dry run of the micro-batches of one update on a pipeline stage, in the order of the trainer. `at` is called after each
+/// pass.
+///
+/// # Errors
+/// A sample does not fit the model.
+pub(super) fn step(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    (dry_run, stage): (&DryRun, &StageRun),
+    micro_batches: &[&[EncodedSample]],
+    at: &mut dyn FnMut(Point),
+) -> Result<(), ModelError> {
+    let keep = |unit| keeps(config, model, unit);
+    let schedule = Schedule1F1B {
+        model,
+        stored: &keep,
+        factor: 1.0,
+        micro_batches: micro_batches.len(),
+        mlp_tiles: config.mlp_tile_tokens,
+    };
+    let mut next = |index: usize| collated(config, model, dry_run, micro_batches[index]);
+    schedule.run(&stage.on(dry_run), &mut next, &mut |_, point| at(point))?;
+    Ok(())
+}
+
+/// Dry run of the forward passes of one update on a pipeline stage. Returns what they send.
+///
+/// # Errors
+/// A sample does not fit the model.
+pub(super) fn forwards(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    (dry_run, stage): (&DryRun, StageRun),
+    micro_batches: &[&[EncodedSample]],
+) -> Result<Vec<Transfer>, ModelError> {
+    for samples in micro_batches {
+        let micro_batch = collated(config, model, dry_run, samples)?;
+        let on = stage.on(dry_run);
+        on.begin(PassKind::Forward);
+        let mut tape = Tape::training(&on)
+            .with_mlp_tiles(config.mlp_tile_tokens)
+            .with_received(pipeline::receive(&on)?);
+        if let Some(dropout) = micro_batch.dropout {
+            tape = tape.with_dropout(dropout);
+        }
+        model.forward(&tape, &micro_batch.batch)?;
+        pipeline::send(&on, &tape)?;
+        on.end(PassKind::Forward)?;
+    }
+    stage.wait();
+    Ok(stage.sent())
+}
+
+fn collated(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+    dry_run: &DryRun,
+    samples: &[EncodedSample],
+) -> Result<MicroBatch, ModelError> {
+    let backend: &dyn Backend = &**dry_run.backend();
+    let samples: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+    let keys = vec![0; samples.len()];
+    Ok(MicroBatch {
+        batch: model.collate(&samples, backend)?,
+        dropout: dropout(config, &keys, &samples, backend)?,
+    })
 }
 
 /// Dry run of a pipeline stage, as passes use it.

@@ -181,9 +181,7 @@ impl<'a> Opened<'a> {
             weights,
             adapter,
         } = setup;
-        // A pipeline stage has several micro-batches alive, whose blocks no static memory plan covers.
-        let counting = gpu_of(config, env.local_rank).filter(|_| config.mp_size == 1);
-        let counting = counting.and_then(counting_of);
+        let counting = gpu_of(config, env.local_rank).and_then(counting_of);
         let memory_plans = counting.map(|device| MemoryPlans::new(config, &plan, device));
         let memory_plans = memory_plans.transpose();
         let memory_plans = memory_plans.map_err(|e| {
@@ -215,9 +213,6 @@ impl<'a> Opened<'a> {
                 )
             })?;
         let gpu = gpu_of(config, env.local_rank);
-        if let Some(gpu) = gpu.filter(|_| config.mp_size > 1) {
-            backend.compile_ahead(&kernels_of(config, gpu)?);
-        }
         let mut opened = Self {
             replica: Replica {
                 config,
@@ -550,7 +545,11 @@ fn mesh(
 /// Bytes of this rank's regions in the windows of its data group and of its links. A link's has space for every value that
 /// crosses a boundary at once, each at an aligned offset.
 fn regions(config: &RunPlan, plan: &Arc<engine::Plan>) -> Result<Regions, Failure> {
-    let crossing = config.found().boundary_bytes.iter().max();
+    let crossing = match config.resolved_collectives() {
+        // Values are in GPU memory, and a link has messages only.
+        ChosenCollectives::Ipc => None,
+        _ => config.found().boundary_bytes.iter().max(),
+    };
     let crossing = crossing.copied().unwrap_or(0) as usize;
     Ok(Regions {
         data: crate::plan::window_region(config, plan)? as usize,

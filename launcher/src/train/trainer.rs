@@ -348,15 +348,21 @@ impl<'a> Trainer<'a> {
         };
         // All stages of a data-parallel rank read its samples; one counts them.
         let counts_tokens = zero.mesh().coordinates().stage == 0;
-        let mut failed = None;
-        let mut next = |_: usize| -> Result<pipeline::MicroBatch, ModelError> {
-            let loaded = loader.next().ok_or_else(ended_early).flatten();
-            let loaded = loaded.map_err(|failure| {
-                failed = Some(failure);
-                ModelError::NoBatch
-            })?;
-            monitor.borrow_mut().end(Phase::Data, zero);
-            let batch = loaded.batch;
+        // The memory plan needs the sizes of all micro-batches.
+        let loaded = (0..schedule.micro_batches).map(|_| loader.next().ok_or_else(ended_early)?);
+        let loaded = loaded.collect::<Result<Vec<_>, Failure>>()?;
+        monitor.borrow_mut().end(Phase::Data, zero);
+        let samples: Vec<&[EncodedSample]> = loaded.iter().map(|l| &*l.batch.samples).collect();
+        let memory_plan = self
+            .memory_plans
+            .as_mut()
+            .map(|memory_plans| memory_plans.of_stage(config, &**model, &samples));
+        let memory_plan = memory_plan.transpose();
+        let memory_plan =
+            memory_plan.map_err(|e| failures::model(both("plan a micro-batch", "计划微批"), &e))?;
+        let mut next = |index: usize| -> Result<pipeline::MicroBatch, ModelError> {
+            let loaded = &loaded[index];
+            let batch = &loaded.batch;
             let indices = batch.indices.clone();
             let at = StepContext::new(loaded.step, loaded.micro_step, indices, &batch.samples);
             if counts_tokens {
@@ -368,8 +374,8 @@ impl<'a> Trainer<'a> {
                 batch.samples.iter().map(SampleInput::from).collect();
             faults.forward();
             Ok(pipeline::MicroBatch {
-                dropout: dropout(config, &batch.keys, &inputs, &**backend)?,
                 batch: model.collate(&inputs, &**backend)?,
+                dropout: dropout(config, &batch.keys, &inputs, &**backend)?,
             })
         };
         let mut at = |_: usize, point: Point| {
@@ -379,11 +385,10 @@ impl<'a> Trainer<'a> {
             };
             monitor.borrow_mut().end(phase, zero);
         };
+        backend.pool().follow(memory_plan);
         let sums = schedule.run(&*zero, &mut next, &mut at);
-        let sums = match (sums, failed) {
-            (Err(_), Some(failure)) => return Err(failure),
-            (sums, _) => sums.map_err(|e| failures::model(both("train", "训练"), &e))?,
-        };
+        let sums = sums.map_err(|e| failures::model(both("train", "训练"), &e))?;
+        backend.pool().follow(None);
         for ((_, loss), (sum, supervised)) in self.losses.iter_mut().zip(sums) {
             *loss = sum;
             zero.add_losses(sum, supervised as u64);
@@ -739,10 +744,12 @@ impl<'a> Trainer<'a> {
         if !self.summary.interrupted {
             self.load_best()?;
         }
-        self.reporter.emit(&Event::Info {
-            label: both("tiers", "存放").into(),
-            text: tiers::line(&self.replica.zero),
-        });
+        for text in tiers::lines(&self.replica.zero).map_err(|e| failures::comm(&e))? {
+            self.reporter.emit(&Event::Info {
+                label: both("tiers", "存放").into(),
+                text,
+            });
+        }
         if let Some(gpu) = &self.gpu {
             let arena_bytes = self.replica.config.found().arena_bytes;
             let text = tiers::gpu_line(&self.replica.zero, arena_bytes, gpu);

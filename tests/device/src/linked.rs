@@ -39,7 +39,7 @@ impl Stream {
 impl From<Lane> for Stream {
     fn from(lane: Lane) -> Self {
         match lane {
-            Lane::Compute => Self::Compute,
+            Lane::Compute | Lane::Boundary => Self::Compute,
             Lane::Communication => Self::Communication,
         }
     }
@@ -118,6 +118,8 @@ struct Device {
     buffers: Vec<Buffer>,
     shared: Option<Address>,
     lanes: [Queue; 3],
+    /// By [`Lane`]: number of commands in its queue before each mark, by the mark's number - 1.
+    marks: [Vec<u64>; 3],
     /// Source of random times.
     draws: Option<Draws>,
     /// Device index of each rank.
@@ -145,8 +147,6 @@ struct Queue {
     done: u64,
     /// Whether it is at a command that waits for another lane.
     waiting: bool,
-    /// Number of commands before each event, by event number - 1.
-    marks: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -265,6 +265,7 @@ impl LinkedGpu {
             buffers: Vec::new(),
             shared: None,
             lanes: Default::default(),
+            marks: Default::default(),
             draws: draws(index),
             members: Vec::new(),
             pulled_bytes: 0,
@@ -391,8 +392,8 @@ impl LinkedGpu {
     fn follow_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let mut devices = self.lock();
         let device = Self::device_of(&devices, self.index, peer)?;
+        let marks = &devices[device].marks[of as usize];
         let (lane, of) = (Stream::from(lane), Stream::from(of));
-        let marks = &devices[device].lanes[of as usize].marks;
         // An event that was never recorded makes nobody wait.
         let count = match number {
             0 => 0,
@@ -606,9 +607,10 @@ impl PeerExecutor for LinkedGpu {
 
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
         let mut devices = self.lock();
-        let queue = &mut devices[self.index].lanes[Stream::from(lane) as usize];
-        queue.marks.push(queue.queued);
-        Ok(queue.marks.len() as u64)
+        let device = &mut devices[self.index];
+        let marks = &mut device.marks[lane as usize];
+        marks.push(device.lanes[Stream::from(lane) as usize].queued);
+        Ok(marks.len() as u64)
     }
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {

@@ -35,11 +35,8 @@ fn assert_equal(site: &Site, common: &str, data_ranks: usize, stages: usize, wei
     let outcome = site.train(&format!(
         "{common} --nproc {ranks} --mp-size {stages} --output divided{stages}"
     ));
-    assert!(
-        outcome.screen.contains("cross each boundary"),
-        "{}",
-        outcome.screen
-    );
+    let last = format!("(stage {}) stores", stages - 1);
+    assert_says(&outcome.screen, &["cross each boundary", &last]);
     let runs = ["whole", "divided"].map(|run| format!("{run}{stages}"));
     let planned = read_json(&site.path(&format!("{}/plan.json", runs[1])));
     let count = |key: &str| planned["stages"][key].as_array().map(Vec::len);
@@ -124,6 +121,44 @@ fn a_killed_stage_ends_the_run_with_one_report() {
     assert!(outcome.screen.contains(&named), "{}", outcome.screen);
     assert_eq!(outcome.screen.matches("error[").count(), 1);
     assert_nothing_left(&site, &token);
+}
+
+/// Its neighbors wait for it, and one of them reports.
+#[test]
+fn a_stopped_stage_ends_the_run_within_the_timeout() {
+    let site = Site::new();
+    let mut job = site.start(&format!("{LONG} --nproc 3 --mp-size 3 --comm-timeout 2"));
+    job.wait_for_step();
+    let token = site.token();
+    let (victim, rank) = ranks(&token)[1];
+    let stopped = Instant::now();
+    signal(victim, "STOP");
+    let outcome = job.finish();
+    // Two seconds of waiting, four of grace for the stopped process, and time for a busy machine.
+    assert!(stopped.elapsed() < Duration::from_secs(20));
+    assert_eq!(outcome.code, Some(14), "{}", outcome.screen);
+    let named = format!("rank {rank}: process {victim} is stopped by a signal");
+    assert_says(&outcome.screen, &["error[E04]", &named]);
+    assert_eq!(outcome.screen.matches("error[").count(), 1);
+    assert_nothing_left(&site, &token);
+}
+
+#[test]
+fn a_full_disk_on_one_stage_keeps_what_was_saved() {
+    let site = Site::new();
+    let line = "--nproc 2 --mp-size 2 --gradient-accumulation-steps 2 --max-steps 3 --save-steps 1";
+    let outcome = site.run(&format!("{line} --inject disk-full:rank=1,step=2"));
+    assert_eq!(outcome.code, Some(16), "{}", outcome.screen);
+    let words = [
+        "error[E13]",
+        "no space left",
+        "earlier checkpoints are intact",
+    ];
+    assert_says(&outcome.screen, &words);
+    assert_eq!(outcome.screen.matches("error[").count(), 1);
+    assert!(!site.path("out/checkpoint-2").exists());
+    site.train(&format!("{line} --resume auto"));
+    assert!(site.path("out/checkpoint-3").exists());
 }
 
 #[test]

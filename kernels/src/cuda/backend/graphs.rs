@@ -619,7 +619,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
 
     fn mark(&self, lane: Lane) -> Result<u64, Cause> {
         let _queued = match lane {
-            Lane::Compute => Some(self.queued()?),
+            Lane::Compute | Lane::Boundary => Some(self.queued()?),
             Lane::Communication => None,
         };
         self.inner_peers()?.mark(lane)
@@ -627,7 +627,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
 
     fn await_mark(&self, lane: Lane, peer: usize, of: Lane, number: u64) -> Result<(), Cause> {
         let _queued = match lane {
-            Lane::Compute => Some(self.queued()?),
+            Lane::Compute | Lane::Boundary => Some(self.queued()?),
             Lane::Communication => None,
         };
         self.inner_peers()?.await_mark(lane, peer, of, number)

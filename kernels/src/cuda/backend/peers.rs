@@ -252,8 +252,8 @@ impl PeerAccess for CudaBackend {
         let ordered = peers.await_mark(lane, peer, of, number);
         match lane {
             // A range freed after this wait may be filled only after it, so the wait counts as a use.
-            Lane::Compute => self.counted(OP, ordered),
-            _ => ordered.map_err(failed(OP)),
+            Lane::Compute | Lane::Boundary => self.counted(OP, ordered),
+            Lane::Communication => ordered.map_err(failed(OP)),
         }
     }
 

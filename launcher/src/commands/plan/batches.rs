@@ -178,6 +178,55 @@ fn is_little_larger_than_its_live_bytes(case: &Case, arena: &mut Arena, most: &[
     assert!(planned >= needed, "{}: {planned}", case.name);
 }
 
+/// An update of smaller micro-batches on a pipeline stage takes at most the margin more than one of the largest.
+#[test]
+fn no_update_of_a_stage_exceeds_the_planned_memory() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let (stages, micro_batches) = (2, 4);
+    let case = cases().into_iter().find(|case| case.name == "glm-4v-lora");
+    let case = case.expect("the case").in_stages(stages, micro_batches);
+    let arena = Arena::new(&case, temp.path());
+    let (config, model) = (&arena.planned.run, &*arena.model);
+    let most = [made_up_sample(config, None).expect("a sample")];
+    let order = prop::collection::vec(smaller(), micro_batches);
+    for stage in 0..stages {
+        let plan = Arc::new(arena.planned.plan.at_stage(stage).expect("a stage"));
+        let counting = counting_of(&config.gpus[0]).expect("CUDA");
+        let mut memory_plans = MemoryPlans::new(config, &plan, counting).expect("counts");
+        let largest = vec![&most[..]; micro_batches];
+        let largest = memory_plans.of_stage(config, model, &largest);
+        let largest = largest.expect("a memory plan");
+        let limit = largest.bytes() + margin(&largest);
+        assert!(arena.planned.memory.peak.device >= limit);
+        let memory_plans = std::cell::RefCell::new(memory_plans);
+        let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+        let config_of_test = Config {
+            cases: 6,
+            failure_persistence: None,
+            ..Config::default()
+        };
+        let ran = TestRunner::new_with_rng(config_of_test, rng).run(&order, |order| {
+            let samples: Vec<_> = order.iter().map(|of| [arena.sample(*of)]).collect();
+            let samples: Vec<_> = samples.iter().map(|sample| &sample[..]).collect();
+            let memory_plan = memory_plans
+                .borrow_mut()
+                .of_stage(config, model, &samples)
+                .map_err(|e| TestCaseError::fail(e.to_string()))?;
+            prop_assert!(
+                memory_plan.bytes() <= limit,
+                "stage {}: {} of {}",
+                stage,
+                memory_plan.bytes(),
+                limit
+            );
+            Ok(())
+        });
+        if let Err(error) = ran {
+            panic!("{error}");
+        }
+    }
+}
+
 /// The memory of a batch depends on its shape, not on what ran before it.
 #[test]
 fn offsets_do_not_depend_on_earlier_batches() {

@@ -77,6 +77,14 @@ impl Case {
         key(self) == key(other) && self.flags == other.flags
     }
 
+    /// The case with its layers on `stages` pipeline stages.
+    pub(super) fn in_stages(mut self, stages: usize, micro_batches: usize) -> Self {
+        self.ranks = stages;
+        let flags = format!("--mp-size {stages} --gradient-accumulation-steps {micro_batches}");
+        self.flags.extend(flags.split(' ').map(str::to_owned));
+        self
+    }
+
     /// Planner and configuration of the case, on a described machine with the case's caps.
     pub(super) fn planner(&self, directory: &Path) -> (Planner, RunConfig) {
         let config = self.config(directory);

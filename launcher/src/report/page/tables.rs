@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::html::{escape, table};
 use crate::memory::Phase;
 use crate::report::monitor::memory::{PhasePeak, PoolPeak};
+use crate::report::trainer_log::TierBytes;
 use crate::report::{RunFiles, memory_chart};
 use crate::units::{bytes, count, grouped};
 
@@ -171,15 +172,31 @@ pub(super) fn stages(files: &RunFiles) -> Option<String> {
                 .map_or("–".into(), |s| format!("{s:.0} %"))
         };
         let sent = stages.boundary_bytes.get(stage);
+        let peak = |of: fn(&TierBytes) -> u64| {
+            let rows = files.memory.iter();
+            let ranks =
+                rows.flat_map(|row| row.ranks.iter().skip(stage).step_by(stages.units.len()));
+            ranks.map(of).max().map_or("–".into(), bytes)
+        };
         vec![
             stage.to_string(),
             units.to_string(),
             share(&stages.operations_percent),
             share(&stages.bytes_percent),
             sent.map_or("–".into(), |sent| bytes(*sent)),
+            peak(|peak| peak.device),
+            peak(|peak| peak.host),
         ]
     });
-    let head = ["stage", "units", "operations", "bytes", "to the next stage"];
+    let head = [
+        "stage",
+        "units",
+        "operations",
+        "bytes",
+        "to the next stage",
+        "peak device, largest rank",
+        "host tier",
+    ];
     Some(format!(
         "<section id=\"stages\">\n<h2>Pipeline stages</h2>\n<p class=\"soft\">a stage waits {:.0} % of a step with {} micro-batches</p>\n{}</section>\n",
         stages.waiting_percent,

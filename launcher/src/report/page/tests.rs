@@ -82,7 +82,10 @@ fn complete(directory: &Path) {
     let memory = |step: u64| {
         json!({
             "step": step, "phases": {"forward": peak(10), "backward": peak(14), "step": peak(1)},
-            "ranks": [{"device": 14 << 20, "host": 2 << 20, "rss": 90 << 20}],
+            "ranks": [
+                {"device": 14 << 20, "host": 2 << 20, "rss": 90 << 20},
+                {"device": 11 << 20, "host": step << 20, "rss": 90 << 20},
+            ],
         })
     };
     lines(directory, "memory.jsonl", &[memory(1), memory(40)]);
@@ -196,7 +199,8 @@ fn a_complete_run_has_every_section_on_one_page() {
         "activations 14.0M",
         "rank 1, own time +8 % of the mean",
         "a stage waits 20 % of a step with 4 micro-batches",
-        "<td>0</td><td>5</td><td>49 %</td><td>61 %</td><td>4.0K</td>",
+        "<td>0</td><td>5</td><td>49 %</td><td>61 %</td><td>4.0K</td><td>14.0M</td><td>2.0M</td>",
+        "<td>1</td><td>3</td><td>51 %</td><td>39 %</td><td>–</td><td>11.0M</td><td>40.0M</td>",
     ] {
         assert!(page.contains(text), "no {text:?}");
     }

@@ -2,6 +2,7 @@
 
 #![allow(unreachable_pub, reason = "helpers of a test binary")]
 
+mod boundaries;
 mod collectives;
 mod delays;
 mod peers;

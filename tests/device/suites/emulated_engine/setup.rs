@@ -177,15 +177,19 @@ pub fn loaded_on(
     backend: Arc<dyn Backend>,
     comm: Arc<dyn Communicator>,
 ) -> Result<Zero> {
+    load(dir, model, plan, (backend, comm), optimizer(model))
+}
+
+/// The optimizer of the suite, with the same options for all parameters.
+pub fn optimizer(model: &dyn VisionLanguageModel) -> OptimizerConfig {
     let same = GroupOptions {
         weight_decay: 0.01,
         lr_scale: 1.0,
     };
-    let optimizer = OptimizerConfig {
+    OptimizerConfig {
         rule: Arc::new(optim::AdamW::default()),
         groups: vec![same; model.spec().params.len()],
-    };
-    load(dir, model, plan, (backend, comm), optimizer)
+    }
 }
 
 fn load(

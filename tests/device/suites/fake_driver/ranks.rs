@@ -254,7 +254,8 @@ pub(crate) fn machines_with_different_libraries_are_named() {
 
 /// Two GPUs with half of the layers each have the losses and weights of one GPU, and no more memory than planned: the
 /// plan takes all micro-batches that a stage has alive for the largest one.
-/// Activations cross the boundary in host memory, also where the GPUs could read each other's, beside the next pass.
+/// Through host memory, activations cross the boundary beside the next pass. GPUs with peer access copy them from each
+/// other; where that is refused, the run goes through host memory.
 pub(crate) fn pipeline_stages_have_the_bits_of_one_gpu() {
     let site = Site::with_model();
     let line = "--precision bf16 --max-steps 2 --device cuda --gradient-accumulation-steps 3 --save-strategy steps \
@@ -264,19 +265,23 @@ pub(crate) fn pipeline_stages_have_the_bits_of_one_gpu() {
     let log = site.path("log").display().to_string();
     let screen = site.train(
         &[("TESSERA_FAKE_HOLD", "1024"), ("TESSERA_FAKE_LOG", &log)],
-        &format!("{line} --nproc 2 --mp-size 2 --output divided"),
+        &format!("{line} --nproc 2 --mp-size 2 --collectives shm --output divided"),
     );
     let log = fs::read_to_string(log).unwrap();
     let beside = "kernels were queued beside a copy to the host";
     assert_eq!(log.matches(beside).count(), 2, "{log}");
     says(
         &screen,
-        &[
-            "between ranks: shm",
-            "pipeline stages",
-            "cross each boundary",
-        ],
+        &["between ranks: shm", " stages  ", "cross each boundary"],
     );
+    let two = format!("{line} --nproc 2 --mp-size 2");
+    let screen = site.train(&[], &format!("{two} --output peers"));
+    says(&screen, &["between ranks: ipc", "(stage 1) stores"]);
+    assert!(!screen.contains("other offsets than planned"), "{screen}");
+    let screen = site.train(&[NO_IPC], &format!("{two} --output refused"));
+    for words in ["between ranks: ipc", REFUSAL, "through host memory (shm)"] {
+        assert_eq!(screen.matches(words).count(), 1, "{words:?} in\n{screen}");
+    }
     let used = |run: &str| {
         let rows = site.rows(run);
         let used = rows
@@ -284,8 +289,20 @@ pub(crate) fn pipeline_stages_have_the_bits_of_one_gpu() {
             .filter_map(|row| row["bytes"]["device"].as_u64());
         used.max().unwrap()
     };
-    assert!(used("divided") < used("whole"));
-    assert!(used("divided") <= site.planned_peak("divided"));
-    assert_eq!(site.losses("divided"), site.losses("whole"));
-    assert!(site.weights("divided", 2) == site.weights("whole", 2));
+    for run in ["divided", "peers", "refused"] {
+        assert!(used(run) < used("whole"));
+        assert!(used(run) <= site.planned_peak(run));
+        assert_eq!(site.losses(run), site.losses("whole"), "{run}");
+        assert!(site.weights(run, 2) == site.weights("whole", 2), "{run}");
+    }
+    // Data-parallel ranks of each stage exchange weights and gradients, too.
+    let mesh = "--precision bf16 --max-steps 1 --device cuda --nproc 4 --mp-size 2 --zero 3 --offload cpu --save-strategy no \
+                --eval-strategy no --gradient-accumulation-steps 2";
+    for carrier in ["shm", "ipc"] {
+        site.train(
+            &[],
+            &format!("{mesh} --collectives {carrier} --output {carrier}"),
+        );
+    }
+    assert_eq!(site.losses("ipc"), site.losses("shm"));
 }
