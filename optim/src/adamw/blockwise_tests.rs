@@ -256,6 +256,16 @@ fn every_instruction_set_and_division_gives_the_same_bits() {
 }
 
 #[test]
+fn small_tensors_embeddings_and_heads_have_no_blocks() {
+    let layer = "model.layers.0.mlp.down_proj.weight";
+    assert!(has_blocks(layer, LEAST_ELEMS));
+    assert!(!has_blocks(layer, LEAST_ELEMS - 1));
+    for table in ["model.embed_tokens.weight", "lm_head.weight"] {
+        assert!(!has_blocks(table, 1 << 20), "{table}");
+    }
+}
+
+#[test]
 fn a_missing_absmax_is_refused() {
     let rule = AdamW {
         eight_bit: true,

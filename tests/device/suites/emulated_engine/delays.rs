@@ -9,11 +9,8 @@ use device_tests::executor::{Delays, EmulatedGpu, Lost};
 use engine::{Precision, Tier};
 use kernels::cuda::CudaBackend;
 
-use crate::setup::{ARENA_BYTES, Updates, Weights, every, pack};
+use crate::setup::{ARENA_BYTES, Updates, Weights, every, pack, revealed};
 use crate::training::{How, Left, train};
-
-/// Timings of which at least one must reveal a missing event.
-const LOST_SEEDS: u64 = 8;
 
 /// Timings per family; more in the nightly run.
 fn seeds() -> u64 {
@@ -150,7 +147,7 @@ fn resident_weights_have_the_same_bits_under_many_delays() -> Result<()> {
         let lost = trained(day(seed, Some(Lost::Deliveries)), family, how);
         lost.map_or(true, |got| !got.same_bits(&want))
     };
-    assert!((0..LOST_SEEDS).any(shows));
+    assert!(revealed(0, shows));
     Ok(())
 }
 
@@ -218,16 +215,20 @@ fn a_lost_event_changes_the_bits() -> Result<()> {
         ..How::new(Precision::F32)
     };
     let want = trained(EmulatedGpu::new(Order::Ascending), family, how)?;
-    for weights in [Weights::Leased, Weights::Prefetched] {
+    for (weights, lost, known) in [
+        (Weights::Leased, Lost::Uploads, 0),
+        (Weights::Leased, Lost::Joins, 0),
+        (Weights::Leased, Lost::Fetches, 2),
+        (Weights::Prefetched, Lost::Uploads, 1),
+        (Weights::Prefetched, Lost::Joins, 0),
+        (Weights::Prefetched, Lost::Fetches, 2),
+    ] {
         how.weights = weights;
-        for lost in [Lost::Uploads, Lost::Joins, Lost::Fetches] {
-            let shows = (0..LOST_SEEDS).any(|seed| {
-                // Memory that nobody wrote may also end a launch of the emulator.
-                trained(day(seed, Some(lost)), family, how)
-                    .map_or(true, |got| !got.same_bits(&want))
-            });
-            assert!(shows, "{weights:?}, {lost:?}");
-        }
+        // Memory that nobody wrote may also end a launch of the emulator.
+        let shows = |seed| {
+            trained(day(seed, Some(lost)), family, how).map_or(true, |got| !got.same_bits(&want))
+        };
+        assert!(revealed(known, shows), "{weights:?}, {lost:?}");
     }
     Ok(())
 }
