@@ -12,6 +12,7 @@ use models::{ModelError, SampleInput, VisionLanguageModel, WeightSource};
 use models::{ModelOptions, open_model, open_processor};
 use serde_json::json;
 use std::cell::Cell;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use tests::golden::Pack;
@@ -105,7 +106,36 @@ fn options(sampling: Sampling, stop_ids: &[i32]) -> GenerateOptions {
     GenerateOptions {
         sampling,
         stop_ids: stop_ids.to_vec(),
+        mlp_tiles: None,
     }
+}
+
+#[test]
+fn answers_in_tiles_have_the_same_tokens_and_need_less_memory() {
+    let dir = &Pack::minicpm()[0];
+    let said = "Where is it, and why? ".repeat(200);
+    let turns = json!({"conversations": [{"role": "user", "content": said}]});
+    let text: RawSample = serde_json::from_value(turns).unwrap();
+    let (processor, style) = (open_processor(dir).unwrap(), PlaceholderStyle::Training);
+    let images = ImageFolder::new(dir);
+    let options = EncodeOptions::default();
+    let prompt = processor
+        .encode_prompt(&text, &images, &options, style)
+        .unwrap();
+    // On the CPU a tile has at most 256 rows.
+    assert!(prompt.input_ids.len() > 768, "{}", prompt.input_ids.len());
+    let run = |rows: Option<usize>| {
+        let setup = Setup::new(dir, DType::F32);
+        let options = GenerateOptions {
+            mlp_tiles: rows.and_then(NonZeroUsize::new),
+            ..self::options(Sampling::GREEDY, &[])
+        };
+        let answer = setup.generate(&prompts(std::slice::from_ref(&prompt)), &options);
+        (answer, setup.backend().pool().stats().peak)
+    };
+    let ((whole, most), (tiles, least)) = (run(None), run(Some(1)));
+    assert_eq!(tiles, whole);
+    assert!(least < most, "{least} {most}");
 }
 
 const DRAWN: Sampling = Sampling {
