@@ -85,6 +85,7 @@ fn cached(model: &MiniCpm, access: &ResidentParams, texts: &[Vec<i32>]) {
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
+        mlp_tiles: None,
     };
     generate(model, access, &prompts, &options, &mut Ok).unwrap();
     access.take_events();

@@ -30,7 +30,7 @@ const LORA_B: &str = ".lora_B.weight";
 #[non_exhaustive]
 pub enum AdapterError {
     /// The directory holds neither adapters nor trained tensors.
-    #[error("{} contains neither adapter_model.safetensors nor trained.safetensors", dir.display())]
+    #[error("{} contains neither adapter_model.safetensors, adapter_model.bin nor trained.safetensors", dir.display())]
     Nothing {
         /// The directory that was opened.
         dir: PathBuf,

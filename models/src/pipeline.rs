@@ -221,7 +221,7 @@ pub fn forward<S: PipelineStage>(
 }
 
 /// f32 logits after the last token of each sample of `batch`; empty on all stages but the last. Without stages it is the
-/// whole model's forward pass.
+/// whole model's forward pass. `mlp_tiles` are the rows of the tiles of feed-forward layers.
 ///
 /// # Errors
 /// When the engine, the device or a transfer fails.
@@ -229,8 +229,9 @@ pub(crate) fn next_token_logits(
     model: &dyn VisionLanguageModel,
     access: &dyn ParamAccess,
     batch: &Batch,
+    mlp_tiles: Option<NonZeroUsize>,
 ) -> Result<Tensor> {
-    let mut tape = Tape::inference(access);
+    let mut tape = Tape::inference(access).with_mlp_tiles(mlp_tiles);
     let stage = access.pipeline();
     if let Some(stage) = stage {
         tape = tape.with_received(receive(stage)?);

@@ -126,6 +126,7 @@ fn cached_decoding_gives_the_tokens_of_uncached_passes() {
     let greedy = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
+        mlp_tiles: None,
     };
     for dir in Pack::cogs() {
         let questions = questions(&dir);

@@ -12,6 +12,7 @@ use models::{ModelError, SampleInput, VisionLanguageModel, WeightSource};
 use models::{ModelOptions, open_model, open_processor};
 use serde_json::json;
 use std::cell::Cell;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use tests::golden::Pack;
@@ -36,6 +37,19 @@ impl Setup {
                 .unwrap()
         };
         let weights = model.spec().params.iter().map(load).collect();
+        let access = ResidentParams::new(backend.clone(), model.spec().clone(), weights).unwrap();
+        Self { model, access }
+    }
+
+    /// The model of a `config.json`, with weights of zeros.
+    fn of_zeros(dir: &Path) -> Self {
+        let model = open_model(dir, ModelOptions::new(DType::F32)).unwrap();
+        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
+        let zeros = |p: &engine::ParamSpec| {
+            let zeros = backend.zeros(p.shape, DType::F32, PoolTag::Parameters);
+            zeros.unwrap()
+        };
+        let weights = model.spec().params.iter().map(zeros).collect();
         let access = ResidentParams::new(backend.clone(), model.spec().clone(), weights).unwrap();
         Self { model, access }
     }
@@ -105,7 +119,46 @@ fn options(sampling: Sampling, stop_ids: &[i32]) -> GenerateOptions {
     GenerateOptions {
         sampling,
         stop_ids: stop_ids.to_vec(),
+        mlp_tiles: None,
     }
+}
+
+#[test]
+fn answers_in_tiles_have_the_same_tokens_and_need_less_memory() {
+    let dir = &Pack::minicpm()[0];
+    let said = "Where is it, and why? ".repeat(200);
+    let turns = json!({"conversations": [{"role": "user", "content": said}]});
+    let text: RawSample = serde_json::from_value(turns).unwrap();
+    let (processor, style) = (open_processor(dir).unwrap(), PlaceholderStyle::Training);
+    let images = ImageFolder::new(dir);
+    let options = EncodeOptions::default();
+    let prompt = processor
+        .encode_prompt(&text, &images, &options, style)
+        .unwrap();
+    // On the CPU a tile has at most 256 rows.
+    assert!(prompt.input_ids.len() > 768, "{}", prompt.input_ids.len());
+    // The pack's inner width is below its width, so attention needs most there.
+    let wide = tempfile::tempdir().unwrap();
+    let config = std::fs::read(dir.join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    config["intermediate_size"] = 4096.into();
+    std::fs::write(wide.path().join("config.json"), config.to_string()).unwrap();
+    let settings = "preprocessor_config.json";
+    std::fs::copy(dir.join(settings), wide.path().join(settings)).unwrap();
+    let run = |setup: Setup, rows: Option<usize>| {
+        setup.backend().pool().reset_peaks();
+        let options = GenerateOptions {
+            mlp_tiles: rows.and_then(NonZeroUsize::new),
+            ..self::options(Sampling::GREEDY, &[])
+        };
+        let answer = setup.generate(&prompts(std::slice::from_ref(&prompt)), &options);
+        (answer, setup.backend().pool().stats().peak)
+    };
+    let pack = |rows| run(Setup::new(dir, DType::F32), rows).0;
+    assert_eq!(pack(Some(1)), pack(None));
+    let peak = |rows| run(Setup::of_zeros(wide.path()), rows).1;
+    let (most, least) = (peak(None), peak(Some(1)));
+    assert!(2 * least < most, "{least} {most}");
 }
 
 const DRAWN: Sampling = Sampling {

@@ -706,7 +706,8 @@ pub struct DoctorArgs {
 
 /// Other names of this program's flags: (other name in snake_case, flag). First the names of other trainers,
 /// then those of earlier versions of this program.
-pub const ALIASES: [(&str, &str); 34] = [
+pub const ALIASES: [(&str, &str); 35] = [
+    ("activation_checkpointing", "gradient-checkpointing"),
     ("model_name_or_path", "model"),
     ("tokenizer_name_or_path", "tokenizer"),
     ("tokenizer_name", "tokenizer"),

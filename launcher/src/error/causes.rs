@@ -323,7 +323,7 @@ fn template(error: &TemplateError) -> Option<String> {
 fn adapter(error: &AdapterError) -> Option<String> {
     Some(match error {
         AdapterError::Nothing { dir } => format!(
-            "{} 中既没有 adapter_model.safetensors，也没有 trained.safetensors",
+            "{} 中没有 adapter_model.safetensors、adapter_model.bin 或 trained.safetensors",
             dir.display()
         ),
         AdapterError::Config { path, .. } => format!("无法读取 {}", path.display()),

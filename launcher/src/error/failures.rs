@@ -18,7 +18,7 @@ use std::path::Path;
 use crate::error::system::system_remedy;
 
 pub(crate) use crate::error::chain;
-pub(crate) use crate::error::model_files::{adapter_remedy, check_directory, unusable};
+pub(crate) use crate::error::model_files::{check_directory, unusable};
 
 /// Operations of NCCL before ranks wait for each other.
 const ASKING: [Both; 2] = [

@@ -89,19 +89,6 @@ pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), 
     })
 }
 
-/// Next step after an adapter directory `dir` that cannot be opened: `otherwise`, unless its files show a better one.
-pub(crate) fn adapter_remedy(dir: &Path, otherwise: Both) -> Both {
-    let pickle = dir.join("adapter_model.bin").is_file();
-    let pickle = pickle && !dir.join("adapter_model.safetensors").exists();
-    match pickle {
-        true => both(
-            "adapter_model.bin is in PyTorch's pickle format: load it in peft, then save_pretrained(NEW, safe_serialization=True)",
-            "adapter_model.bin 是 PyTorch 的 pickle 格式：请用 peft 加载，再执行 save_pretrained(NEW, safe_serialization=True)",
-        ),
-        false => otherwise,
-    }
-}
-
 /// Failure of a model directory that cannot be used.
 pub(crate) fn unusable(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     let title = text!(

@@ -1,6 +1,6 @@
 //! Saved adapters that a run or an answer starts from, checked against the model.
 
-use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::error::{ErrorCode, Failure, chain};
 use crate::lang::{Text, both, text};
 use engine::ParamSpec;
 use models::WeightSource;
@@ -20,10 +20,7 @@ pub(crate) fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, F
             text!("cannot use the adapter {}", "无法使用适配器 {}", dir.display()),
             chain(&error),
         )
-        .next(failures::adapter_remedy(
-            dir,
-            both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"),
-        ))
+        .next(both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"))
     })?;
     let misfits = adapter.misfits(base);
     if !misfits.is_empty() {

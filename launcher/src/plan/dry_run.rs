@@ -281,7 +281,8 @@ fn answer(
     }
     let begin = || dry_run.begin_pass(PassKind::Infer);
     let end = || Ok(dry_run.end_pass()?);
-    dry_run_answers(model, &**dry_run, prompts, &begin, &end)
+    let tiles = config.mlp_tile_tokens;
+    dry_run_answers(model, &**dry_run, prompts, tiles, &begin, &end)
 }
 
 /// Micro-batches of an update on a pipeline stage, for its memory: as many as are alive at once and one more.
@@ -442,7 +443,8 @@ impl<'a> Run<'a> {
         on.end(PassKind::Infer)?;
         let begin = || on.begin(PassKind::Infer);
         let end = || Ok(on.end(PassKind::Infer)?);
-        dry_run_answers(self.model, &on, &held_out.prompts, &begin, &end)
+        let tiles = self.config.mlp_tile_tokens;
+        dry_run_answers(self.model, &on, &held_out.prompts, tiles, &begin, &end)
     }
 
     fn evaluate(&mut self) -> Result<(), ModelError> {

@@ -182,6 +182,7 @@ pub(crate) fn answers(
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: replica.processor.stop_ids(),
+        mlp_tiles: replica.config.mlp_tile_tokens,
     };
     let mut answers = Vec::new();
     for round in 0..rounds {

@@ -15,6 +15,8 @@ use crate::{SampleInput, VisionLanguageModel, WeightSource, open_model};
 use engine::{ParamAccess, ParamId};
 use kernels::{Backend, CpuBackend, DType, Tag, Tensor};
 use serde_json::{Value, json};
+use std::cell::RefCell;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -72,6 +74,9 @@ fn encode(name: &str, sample: &RawSample) -> Result<EncodedSample, SampleError> 
     assert_eq!(result.is_ok(), measured.is_ok());
     result
 }
+
+/// Losses of tokens, and gradients by name.
+type Tiled = (Vec<f32>, Vec<(String, Option<Vec<f32>>)>);
 
 struct Setup {
     model: Arc<dyn VisionLanguageModel>,
@@ -216,6 +221,68 @@ fn adapter_dropout_depends_on_samples_not_on_batches() {
             assert_ne!(dropped, setup.run(&all, None));
             setup.access.clear_grads();
         }
+    }
+}
+
+/// Losses and gradients of a pass whose feed-forward layers run in tiles of 256 rows, and the parameters of the tiles.
+fn tiled(setup: &Setup, tile: Option<NonZeroUsize>) -> (Tiled, Vec<String>) {
+    let samples = [mixed(AGENT), mixed(AGENT), mixed(AGENT)].concat();
+    let inputs: Vec<SampleInput<'_>> = samples.iter().map(SampleInput::from).collect();
+    let backend = &**setup.access.backend();
+    let keys: Vec<u64> = (0..inputs.len() as u64).collect();
+    let batch = setup.model.collate(&inputs, backend).unwrap();
+    let names = RefCell::new(Vec::new());
+    let observer = |op: &'static str, params: &[ParamId], _: &Tensor| {
+        let params = params.iter().filter(|_| op == "tiles");
+        let named = params.map(|id| setup.model.spec().params[id.0 as usize].name.clone());
+        names.borrow_mut().extend(named);
+    };
+    let tape = Tape::training(&setup.access)
+        .with_dropout(Dropout::new(5, &keys, &inputs, backend).unwrap())
+        .with_op_observer(&observer)
+        .with_recompute_check(true)
+        .with_mlp_tiles(tile);
+    let loss = setup.model.forward(&tape, &batch).unwrap();
+    let rows = loss.rows.value().to_f32_vec().unwrap();
+    tape.backward(&loss, 1.0).unwrap();
+    ((rows, setup.grads()), names.into_inner())
+}
+
+#[test]
+fn the_high_resolution_tower_runs_in_tiles_with_the_same_bits() {
+    let lora = LoraConfig {
+        lora_rank: 2,
+        lora_alpha: 2.0,
+        lora_dropout: 0.3,
+        others: Default::default(),
+        targets: LoraTargets::parse(r"model\.cross_vision\..*(q_proj|w1|w3)"),
+        layers: None,
+        per_projection: false,
+        use_rslora: false,
+        modules_to_save: Vec::new(),
+    };
+    // Adapters freeze the norm inside of the feed-forward layers. Where it trains, these layers have no tiles.
+    for (lora, in_tower) in [(Some(lora), true), (None, false)] {
+        let options = ModelOptions {
+            tune_vision: !in_tower,
+            tune_llm: !in_tower,
+            lora,
+            ..ModelOptions::new(DType::F32)
+        };
+        let setup = Setup::new(AGENT, options);
+        let (whole, none) = tiled(&setup, None);
+        assert!(none.is_empty(), "{none:?}");
+        let (tiles, names) = tiled(&setup, NonZeroUsize::new(1));
+        let tower = names.iter().any(|name| name.contains("cross_vision"));
+        assert_eq!(tower, in_tower, "{names:?}");
+        assert!(tiles == whole);
+        let got = |name: &str| {
+            whole
+                .1
+                .iter()
+                .any(|(n, grad)| n.contains(name) && grad.is_some())
+        };
+        assert_eq!((got("w3"), got("ffn_ln")), (true, !in_tower));
     }
 }
 

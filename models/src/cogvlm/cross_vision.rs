@@ -251,8 +251,29 @@ impl CrossBlock {
         let mixed = self.inner_norm.forward(scope, &mixed)?;
         let x = scope.add(x, &self.out.forward(scope, &mixed)?)?;
         let y = self.mlp_norm.forward(scope, &x)?;
-        let (gate, up) = (self.gate.forward(scope, &y)?, self.up.forward(scope, &y)?);
-        let inner = self.ffn_norm.forward(scope, &scope.swiglu(&gate, &up)?)?;
-        scope.add(&x, &self.down.forward(scope, &inner)?)
+        scope.add(&x, &self.feed_forward(scope, &y)?)
+    }
+
+    /// The feed-forward layers of `y`. They run in tiles unless their norm trains: its gradient sums over rows.
+    fn feed_forward(&self, scope: &Scope<'_>, y: &Var) -> Result<Var> {
+        let (gate, up, norm, down) = (
+            self.gate.clone(),
+            self.up.clone(),
+            self.ffn_norm,
+            self.down.clone(),
+        );
+        let ids: Vec<ParamId> = [&gate, &up, &down]
+            .into_iter()
+            .flat_map(Linear::ids)
+            .collect();
+        let run = move |scope: &Scope<'_>, y: &Var| {
+            let (gate, up) = (gate.forward(scope, y)?, up.forward(scope, y)?);
+            let inner = norm.forward(scope, &scope.swiglu(&gate, &up)?)?;
+            down.forward(scope, &inner)
+        };
+        match scope.trains(norm.weight) || scope.trains(norm.bias) {
+            true => run(scope, y),
+            false => scope.in_tiles(y, &ids, run),
+        }
     }
 }

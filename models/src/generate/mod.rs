@@ -15,6 +15,7 @@ use crate::pipeline;
 use crate::{SampleInput, VisionLanguageModel};
 use engine::ParamAccess;
 use kernels::{Backend, Tensor};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 /// A tokenized prompt, with its images, for which an answer is generated.
@@ -37,13 +38,15 @@ impl Prompt<'_> {
     }
 }
 
-/// How tokens are sampled, and which tokens end an answer.
+/// How tokens are sampled and computed, and which tokens end an answer.
 #[derive(Clone, PartialEq, Debug)]
 pub struct GenerateOptions {
     /// How the next token is chosen from the logits.
     pub sampling: Sampling,
     /// Ids of the tokens that end an answer; they are not part of it.
     pub stop_ids: Vec<i32>,
+    /// Rows of the tiles of feed-forward layers ([`Tape::with_mlp_tiles`](crate::Tape::with_mlp_tiles)).
+    pub mlp_tiles: Option<NonZeroUsize>,
 }
 
 /// Bytes of device memory that the key/value cache of [`generate`] takes for `prompts`, before the memory
@@ -98,7 +101,7 @@ pub fn generate_watched(
 }
 
 /// Dry run of [`generate`] on the meta device, which has no values: the pass over all prompts, and then a
-/// single decoding pass with one new token for each prompt. `begin` runs before each pass and `end` after it.
+/// single decoding pass with one new token for each prompt. `mlp_tiles` is as in [`GenerateOptions`]. `begin` runs before each pass and `end` after it.
 ///
 /// # Errors
 /// As [`generate`], except for those of sampling.
@@ -106,18 +109,22 @@ pub fn dry_run_answers(
     model: &dyn VisionLanguageModel,
     access: &dyn ParamAccess,
     prompts: &[Prompt<'_>],
+    mlp_tiles: Option<NonZeroUsize>,
     begin: &dyn Fn(),
     end: &dyn Fn() -> Result<()>,
 ) -> Result<()> {
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
+        mlp_tiles,
     };
     let mut decoder = Decoder::new(model, access, prompts, &options);
     for _ in 0..2 {
         begin();
         let batch = decoder.batch()?;
-        drop(pipeline::next_token_logits(model, access, &batch)?);
+        drop(pipeline::next_token_logits(
+            model, access, &batch, mlp_tiles,
+        )?);
         decoder.answers.iter_mut().for_each(|answer| answer.push(0));
         let answers = &decoder.answers;
         let grows = |i: &usize| answers[*i].len() < prompts[*i].max_new_tokens;
@@ -170,7 +177,8 @@ impl<'a> Decoder<'a> {
     /// Runs one pass, which adds a token to the answer of every open prompt.
     fn step(&mut self) -> Result<()> {
         let batch = self.batch()?;
-        let logits = pipeline::next_token_logits(self.model, self.access, &batch)?;
+        let logits =
+            pipeline::next_token_logits(self.model, self.access, &batch, self.options.mlp_tiles)?;
         let tokens = pipeline::chosen(self.access, || self.choose(&logits))?;
         let mut still = Vec::with_capacity(self.open.len());
         for (i, token) in self.open.iter().zip(tokens) {

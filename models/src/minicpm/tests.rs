@@ -506,6 +506,7 @@ fn greedy(stop_id: i32) -> GenerateOptions {
     GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: vec![stop_id],
+        mlp_tiles: None,
     }
 }
 

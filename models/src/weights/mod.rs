@@ -256,7 +256,7 @@ impl WeightSource {
     pub fn open(model: &Path) -> Result<Self> {
         let dir = places::main(model);
         let declared = dir.join(seeded::FILE);
-        match Self::open_stem(&dir, "model") {
+        match Self::open_safetensors(&dir, "model") {
             Err(WeightError::NoWeights { .. }) => {}
             Ok(mut source) => {
                 source.passed_over = torch_files(&dir);
@@ -367,11 +367,22 @@ impl WeightSource {
         })
     }
 
-    /// Opens the file `{stem}.safetensors` in `dir`, or the shards of `{stem}.safetensors.index.json`.
+    /// Opens the file `{stem}.safetensors` in `dir`, the shards of `{stem}.safetensors.index.json`, or the torch file
+    /// `{stem}.bin`. The first of these counts that the directory has.
     ///
     /// # Errors
     /// As [`WeightSource::open`].
     pub fn open_stem(dir: &Path, stem: &str) -> Result<Self> {
+        let torch = dir.join(format!("{stem}.bin"));
+        match Self::open_safetensors(dir, stem) {
+            Err(WeightError::NoWeights { .. }) if torch.is_file() => {
+                Self::open_files(dir, &[torch])
+            }
+            opened => opened,
+        }
+    }
+
+    fn open_safetensors(dir: &Path, stem: &str) -> Result<Self> {
         let single = dir.join(format!("{stem}.safetensors"));
         let index = dir.join(format!("{stem}.safetensors.index.json"));
         if single.is_file() {

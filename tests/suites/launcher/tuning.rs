@@ -1,12 +1,15 @@
 //! Every way to choose trainable parameters, from the command line to the exported directory.
 
 use crate::generate::run;
-use crate::site::{Outcome, Site, listing, losses, read_json, tensors, write_weights};
+use crate::site::{
+    Outcome, Site, fixture, golden, listing, losses, read_json, tensors, write_weights,
+};
 use models::adapter::{ADAPTER_STEM, Adapter};
 use models::{WeightError, WeightSource};
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tests::tolerance::LOSS;
 
 /// Flags of a tuning method, and a part of the path of every tensor that it changes.
@@ -315,6 +318,55 @@ fn rank_stabilized_adapters_train_with_their_scale_and_say_so_to_peft() {
         .train("--adapter rs/checkpoint-2 --max-steps 1 --output further")
         .screen;
     assert!(screen.contains("scale 4 (alpha ÷ √rank)"), "{screen}");
+}
+
+#[test]
+fn training_starts_from_adapters_of_peft_with_the_loss_of_its_model() {
+    for (name, file) in [
+        // Patterns of ranks and alphas, rank-stabilized, as torch.save writes them.
+        ("patterns", "adapter_model.bin"),
+        // A regular expression, an excluded layer, and a norm in full.
+        ("modules", "adapter_model.safetensors"),
+    ] {
+        let adapter = fixture("adapters").join(name);
+        assert!(adapter.join(file).is_file());
+        let expected = read_json(&adapter.join("expected.json"));
+        let pack = expected["pack"].as_str().unwrap();
+        let site = Site::with_family(pack);
+        let cases = fs::read_dir(golden(pack).join("cases")).unwrap();
+        let images = cases.flat_map(|case| fs::read_dir(case.unwrap().path()).unwrap());
+        let images = images.map(|file| file.unwrap().path());
+        let is_image = |path: &PathBuf| {
+            let name = path.file_name().unwrap().to_str().unwrap();
+            name.starts_with("image") && name.ends_with(".png")
+        };
+        let image = images.filter(is_image).min().unwrap();
+        let turns = |question: &str| json!([{"role": "user", "content": question}, {"role": "assistant", "content": "A cat."}]);
+        let samples = [
+            json!({"image": image, "messages": turns("<image>What is this?")}),
+            json!({"messages": turns("Who are you?")}),
+        ];
+        site.write_samples("both", &samples);
+        let line = format!(
+            "--adapter {} --data data/both.json --per-device-train-batch-size 2 --max-steps 1",
+            adapter.display()
+        );
+        site.train(&format!("{line} --output run"));
+        let (got, want) = (
+            losses(&site.path("run"))[0],
+            expected["loss"].as_f64().unwrap(),
+        );
+        assert!(
+            (got - want).abs() <= LOSS,
+            "{name}: {got} instead of {want}"
+        );
+        // The run saves what it started from, and all of it trains.
+        let saved = site.path("run/checkpoint-1/adapter_model.safetensors");
+        let (saved, given) = (tensors(&saved), Adapter::open(&adapter).unwrap());
+        assert_eq!(saved.len(), given.names().count(), "{name}");
+        let config = read_json(&site.path("run/checkpoint-1/adapter_config.json"));
+        assert_eq!(config["use_rslora"], json!(name == "patterns"));
+    }
 }
 
 #[test]

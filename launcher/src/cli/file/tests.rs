@@ -297,6 +297,15 @@ fn flags_of_trainers_without_a_twin_are_refused_with_what_replaces_them() {
     assert_eq!(args.per_device_train_batch_size, Some(4));
     let (args, _) = pasted(&format!("{sat} --use_qlora false"));
     assert_eq!((args.load_in_4bit, args.use_lora), (None, Some(false)));
+    let (args, _) = with_file("from_pretrained: m\ntrain_iters: 3\nuse_qlora: true\n", "");
+    assert_eq!((args.load_in_4bit, args.use_lora), (Some(true), Some(true)));
+    assert_eq!(args.lora_rank, Some(10), "the trainer's own");
+    let (args, _) = with_file("from_pretrained: m\nuse_qlora: false\n", "");
+    assert_eq!((args.load_in_4bit, args.use_lora), (None, Some(false)));
+    let (args, _) = with_file("from_pretrained: m\nload_in_4bit: true\n", "");
+    assert_eq!(args.use_lora, Some(false));
+    let (args, _) = with_file("use_qlora: true\n", "--model m --use_lora false");
+    assert_eq!(args.use_lora, Some(false), "the line decides");
     // Python's words, and the rate under its short name.
     let (args, _) =
         pasted("--model m --data d --lr 2e-5 --bits 4 --lora_enable True --double_quant True");
@@ -375,4 +384,79 @@ fn a_line_of_llama_boards_preview_pastes_in() {
     assert_eq!(args.dataset.as_deref(), Some("x"));
     let (args, _) = read("--model m --data d --report_to wandb tensorboard --output o");
     assert_eq!(args.report_to, Some(crate::config::ReportTo::Tensorboard));
+}
+
+#[test]
+fn projectors_are_tuned_and_frozen_under_every_published_name() {
+    let two_u1 = "--model_id m --data_path d --output_dir o --lora_enable False";
+    for key in ["tune_merger", "tune_connector", "tune_mm_mlp"] {
+        for (value, freeze) in [("False", "projector"), ("True", "none")] {
+            let (args, _) = read(&format!("{two_u1} --{key} {value}"));
+            assert_eq!(args.freeze.as_deref(), Some(freeze), "{key} {value}");
+            let file = format!("model_id: m\nlora_enable: false\n{key}: {value}\n");
+            let (args, _) = with_file(&file, "");
+            assert_eq!(
+                args.freeze.as_deref(),
+                Some(freeze),
+                "{key} {value} in a file"
+            );
+        }
+    }
+    let (args, _) = read("--model m --data d --freeze_connector True --tune_vision_tower False");
+    assert_eq!(args.freeze.as_deref(), Some("projector"));
+    assert_eq!(args.tune_vision, Some(false));
+}
+
+#[test]
+fn names_of_an_earlier_ms_swift_are_honored() {
+    let line = "--model_type minicpm-v-v2_6-chat --model_id_or_path m --sft_type lora --template_type minicpm --custom_train_dataset_path d --custom_val_dataset_path e --dtype bf16 --lora_dropout_p 0.1 --lora_target_modules DEFAULT --batch_size 2 --eval_batch_size 3 --train_dataset_sample -1 --dataset_test_ratio 0 --add_output_dir_suffix false --use_flash_attn true --only_save_model true --deepspeed default-zero2 --lora_lr_ratio 16";
+    let (args, _, notes) = read_with_notes(line);
+    assert_eq!(
+        (args.model, args.data),
+        (Some("m".into()), Some("d".into()))
+    );
+    assert_eq!(args.eval_data, Some("e".into()));
+    assert_eq!(args.per_device_train_batch_size, Some(2));
+    assert_eq!(args.per_device_eval_batch_size, Some(3));
+    assert_eq!((args.limit, args.zero), (None, Some(ZeroChoice::Stage(2))));
+    assert_eq!(
+        (args.lora_dropout, args.loraplus_lr_ratio),
+        (Some(0.1), Some(16.0))
+    );
+    assert!(notes.iter().any(|note| note.flag == "--use_flash_attn"));
+}
+
+#[test]
+fn keys_without_a_twin_are_named_with_what_replaces_them() {
+    for (key, value, instead) in [
+        ("lora_modules", "a=dir", "--adapter DIR"),
+        ("model_kwargs", "x", "--image-max-pixels"),
+        ("optimizer", "lorap", "--loraplus-lr-ratio"),
+        ("load_args", "true", "--resume RUN"),
+        ("callbacks", "lisa", "no Python"),
+        ("num_crops", "4", "config.json"),
+        (
+            "train_sampling_strategy",
+            "group_by_length",
+            "seed and epoch",
+        ),
+    ] {
+        let argv = [format!("--model=m --data=d --{key} {value}")];
+        let argv: Vec<String> = argv[0].split(' ').map(str::to_owned).collect();
+        let failure = parse(&argv).expect_err(key);
+        assert!(failure.cause.contains(instead), "{key}: {}", failure.cause);
+        let directory = tempfile::tempdir().expect("temp dir");
+        let path = directory.path().join("run.yaml");
+        std::fs::write(&path, format!("model: m\n{key}: {value}\n")).expect("written");
+        let failure = load(&[format!("--config={}", path.display())]).expect_err(key);
+        assert!(failure.to_string().contains(instead), "{key}: {failure}");
+    }
+    // Without effect on a line of this program, too.
+    let (_, _, notes) = read_with_notes("--model m --data d --show_progress True");
+    assert_eq!(notes.len(), 1, "{notes:?}");
+    let (args, _) = with_file(
+        "peft_config:\n  peft_type: LORA\n  r: 8\n  inference_mode: false\n  rank_pattern: {}\n  layers_to_transform: null\n",
+        "",
+    );
+    assert_eq!(args.lora_rank, Some(8));
 }

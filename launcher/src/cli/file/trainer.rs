@@ -5,7 +5,7 @@ use super::given::Given;
 use super::report::{Choice, Outcome, Problem, Report, Row};
 use super::value::{Entry, Value};
 use crate::cli::trainers::{
-    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, Trainer, meaning, own_meaning,
+    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, Trainer, find, meaning, own_meaning,
 };
 use crate::cli::{FileKey, OTHER_REPORT, file_key, without_other_reports};
 use crate::config::TemplateChoice;
@@ -53,7 +53,21 @@ pub(super) fn report(file: &Value, trainer: Option<Trainer>, given: &Given) -> R
         }
     }
     settle_batch(given, &mut report);
+    settle_adapters(given, &mut report);
     report
+}
+
+/// Adds the adapters that SwissArmyTransformer's `use_qlora` asks for beside weights of 4 bits.
+fn settle_adapters(given: &Given, report: &mut Report) {
+    let chosen = |flag: &str| report.choices.iter().find(|choice| choice.flag == flag);
+    let by_qlora = chosen("load-in-4bit").is_some_and(|choice| choice.keys == ["use_qlora"]);
+    if by_qlora && chosen("use-lora").is_none() && given.set_by("use-lora").is_none() {
+        report.choices.push(Choice {
+            flag: "use-lora".to_owned(),
+            value: "true".to_owned(),
+            keys: vec!["use_qlora".to_owned()],
+        });
+    }
 }
 
 /// Judges one key. `section` has the keys of a section without flags.
@@ -67,14 +81,10 @@ fn take(
 ) {
     let path = format!("{prefix}{}", entry.key);
     let name = entry.key.replace('-', "_");
-    let in_list = |keys: &'static [(&'static str, Meaning)]| {
-        let found = keys.iter().find(|(own, _)| *own == name);
-        found.map(|(_, meaning)| meaning)
-    };
     let found = match section {
-        Some(keys) => in_list(keys),
+        Some(keys) => find(keys, &name),
         None => own_meaning(trainer, &name)
-            .or_else(|| in_list(GLM_TOP))
+            .or_else(|| find(GLM_TOP, &name))
             .or_else(|| meaning(trainer, &name).filter(|_| !is_flag(&name))),
     };
     let outcome = match (found, section) {
@@ -84,7 +94,8 @@ fn take(
         (Some(meaning), _) => effect(meaning, entry, &path, given, report),
         (None, None) => flag(entry, &name, &path, given, report),
         (None, Some(keys)) => {
-            let near = crate::config::words::nearest(&name, keys.iter().map(|(name, _)| *name));
+            let names = keys.iter().flat_map(|(names, _)| names.split(' '));
+            let near = crate::config::words::nearest(&name, names);
             unknown(entry, &path, near, report)
         }
     };
@@ -158,6 +169,7 @@ fn is_template(value: &Value) -> bool {
 /// A value as it would be typed: lists are joined by commas; `None` for sections.
 fn written(value: &Value) -> Option<String> {
     match value {
+        Value::Map(entries) if entries.is_empty() => Some("{}".to_owned()),
         Value::Null | Value::Map(_) => None,
         Value::Bool(value) => Some(value.to_string()),
         Value::Number(text) | Value::Text(text) => Some(text.clone()),

@@ -8,7 +8,7 @@ use super::{note, out_of_range, positive, within};
 use crate::cli::{Args, Note};
 use crate::config::words::words;
 use crate::config::{Lora, Trainable, defaults};
-use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::error::{ErrorCode, Failure, chain};
 use models::adapter::{ADAPTER_CONFIG, AdapterConfig};
 use models::selection::VISION;
 
@@ -100,12 +100,9 @@ fn started(
             ),
             chain(&error),
         )
-        .next(failures::adapter_remedy(
-            &dir,
-            both(
-                "give --adapter a directory with adapter_config.json and adapter_model.safetensors",
-                "请把含有 adapter_config.json 和 adapter_model.safetensors 的目录交给 --adapter",
-            ),
+        .next(both(
+            "give --adapter a directory with adapter_config.json and adapter_model.safetensors",
+            "请把含有 adapter_config.json 和 adapter_model.safetensors 的目录交给 --adapter",
         ))
     })?;
     let replaced = [

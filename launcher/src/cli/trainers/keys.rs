@@ -56,6 +56,10 @@ const RANKS: Both = both(
     "the program starts and connects ranks",
     "各 rank 由程序启动和连接",
 );
+const MACHINES: Both = both(
+    "each machine starts the program with NNODES, NODE_RANK and MASTER_ADDR in its environment, or under torchrun",
+    "每台机器在环境变量 NNODES、NODE_RANK 和 MASTER_ADDR 下启动本程序，或用 torchrun 启动",
+);
 const RUN_DIRECTORY: Both = both(
     "all files of a run are in --output",
     "运行的所有文件都在 --output 中",
@@ -189,6 +193,43 @@ const EXPERTS: Both = both(
     "此处没有按损失把 token 分配给专家的模型",
 );
 const MEASURED: Both = both("always measured", "总是测量");
+const SAVED: Both = both(
+    "checkpoints are safetensors with sharded state",
+    "检查点是 safetensors，训练状态分片保存",
+);
+const AS_WRITTEN: Both = both(
+    "answers are trained as written; nothing is inserted",
+    "回答按原文训练；不插入任何内容",
+);
+const OTHER_STAGES: Both = both(
+    "only stages beside sft have it; a run is supervised fine-tuning",
+    "只用于 sft 以外的阶段；运行是有监督微调",
+);
+const CLASSES: Both = both(
+    "only classification has it; a run trains a language model",
+    "只用于分类；运行训练的是语言模型",
+);
+const OTHER_TUNERS: Both = both(
+    "only other kinds of tuners have it; adapters are low-rank matrices",
+    "只用于其他种类的微调器；适配器是低秩矩阵",
+);
+const NO_PLUGINS: Both = both("no Python runs", "不运行 Python");
+const FORM: Both = both(
+    "--data-format names the form of the samples; no Python runs",
+    "样本的格式由 --data-format 指定；不运行 Python",
+);
+const TEMPLATE: Both = both(
+    "the chat template of the model directory is used",
+    "使用模型目录中的对话模板",
+);
+const LAYERS: Both = both(
+    "--lora-layers selects decoder layers, a regular expression in --lora-target-modules any layers",
+    "--lora-layers 选择解码器的层，--lora-target-modules 的正则表达式可选择任意层",
+);
+const PREFIXES: Both = both(
+    "--ptuning-tokens N trains key and value prefixes, also beside --use-lora",
+    "--ptuning-tokens N 训练键和值的前缀，也可与 --use-lora 同用",
+);
 const HUB: Both = both("nothing is sent anywhere", "不会向任何地方发送内容");
 
 const TUNE_VISION: Meaning = Words(&[
@@ -198,6 +239,8 @@ const TUNE_VISION: Meaning = Words(&[
 const TUNE_LLM: Meaning = Words(&[("true", "tune-llm", "false"), ("false", "tune-llm", "true")]);
 const FREEZE_PROJECTOR: Meaning =
     Words(&[("true", "freeze", "projector"), ("false", "freeze", "none")]);
+const TUNE_PROJECTOR: Meaning =
+    Words(&[("true", "freeze", "none"), ("false", "freeze", "projector")]);
 const ADAPTERS: Meaning = Words(&[("lora", "use-lora", "true"), ("full", "use-lora", "false")]);
 
 const BITS: Meaning = Words(&[
@@ -311,15 +354,12 @@ const LLAMA_FACTORY: &[Key] = &[
         ),
     ),
     (
-        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose",
+        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose galore_target_modules galore_update_proj_gap galore_optim_per_parameter galore_with_embedding galore_quantization galore_proj_quant galore_proj_bits galore_proj_group_size galore_cos_threshold galore_gamma_proj galore_queue_size lisa_step_interval",
         Unused(OPTIMIZER),
     ),
     (
-        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type",
-        Unused(both(
-            "only stages beside sft have it; a run is supervised fine-tuning",
-            "只用于 sft 以外的阶段；运行是有监督微调",
-        )),
+        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type beta precompute_ref_log_probs dpo_loss max_completion_length max_prompt_length",
+        Unused(OTHER_STAGES),
     ),
     (
         "export_dir export_size export_device export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen export_legacy_format export_hub_model_id",
@@ -329,11 +369,11 @@ const LLAMA_FACTORY: &[Key] = &[
         )),
     ),
     (
-        "ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers ray_init_kwargs resources_per_worker placement_strategy",
+        "hyper_parallel_args ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers ray_init_kwargs resources_per_worker placement_strategy",
         Unused(RANKS),
     ),
     (
-        "do_sample max_new_tokens repetition_penalty skip_special_tokens vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config",
+        "do_sample max_new_tokens repetition_penalty skip_special_tokens vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend task task_dir n_shot min_p stream stop_words logprobs top_logprobs structured_outputs_regex eval_dataset_args eval_limit eval_generation_config extra_eval_args",
         Unused(GENERATION),
     ),
     (
@@ -344,15 +384,34 @@ const LLAMA_FACTORY: &[Key] = &[
         ),
     ),
     (
-        "use_dft_loss use_asft_loss use_eaft_loss",
+        "use_dft_loss use_asft_loss use_eaft_loss enable_dft_loss",
         Only(&["false"], LOSS),
     ),
     (
-        "use_llama_pro use_mca use_ray mixture_of_depths",
+        "asft_alpha eaft_alpha focal_alpha focal_gamma class_balanced_beta",
+        Unused(LOSS),
+    ),
+    (
+        "module_dropout oft_rank oft_block_size oft_target",
+        Unused(OTHER_TUNERS),
+    ),
+    (
+        "mode",
+        Only(
+            &["normal", "finetune"],
+            both("a run fine-tunes a model", "运行是对模型的微调"),
+        ),
+    ),
+    (
+        "compute_dtype fp8_backend fp8_enable_fsdp_float8_all_gather",
+        Unused(both("--precision decides", "由 --precision 决定")),
+    ),
+    (
+        "use_llama_pro use_mca use_ray use_hyper_parallel use_kt mixture_of_depths",
         Only(&["false", "none"], FAMILY),
     ),
     (
-        "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir",
+        "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret swanlab_token swanlab_exp_name swanlab_notification_method swanlab_webhook_url swanlab_secret swanlab_sender_email swanlab_receiver_email swanlab_smtp_server swanlab_smtp_port swanlab_email_language",
         Unused(HUB),
     ),
     (
@@ -375,7 +434,10 @@ const LLAMA_FACTORY: &[Key] = &[
         Unused(DIRECTORIES),
     ),
     ("use_unsloth_gc use_reentrant_gc", Unused(RECOMPUTE)),
-    ("moe_aux_loss_coef", Only(&["none", "0", "0.0"], EXPERTS)),
+    (
+        "moe_aux_loss_coef router_aux_loss_coef",
+        Only(&["none", "0", "0.0"], EXPERTS),
+    ),
     (
         "train_from_scratch",
         Words(&[("true", "init", "random"), ("false", "", "")]),
@@ -404,11 +466,11 @@ const LLAMA_FACTORY: &[Key] = &[
     ),
     ("flash_attn", Unused(ATTENTION)),
     (
-        "enable_liger_kernel use_liger_kernel use_liger use_unsloth use_v1_kernels",
+        "enable_liger_kernel use_liger_kernel use_liger use_liger_loss use_unsloth use_v1_kernels block_diag_attn enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules kt_weight_path kt_expert_checkpoint_path kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size kt_optimize_rule cpu_infer chunk_size kt_maxlen kt_use_cuda_graph kt_mode kt_force_think",
         Unused(NO_TORCH),
     ),
     (
-        "video_max_pixels video_min_pixels video_fps video_maxlen video_resized_width video_resized_height fps nframes use_audio_in_video audio_sampling_rate",
+        "video_max_pixels video_min_pixels video_fps video_maxlen video_resized_width video_resized_height fps nframes use_audio_in_video audio_sampling_rate max_num_frames",
         Unused(VIDEO),
     ),
     ("val_size", Only(&["0", "0.0"], NO_SPLIT)),
@@ -422,11 +484,8 @@ const LLAMA_FACTORY: &[Key] = &[
     ("generation_config", Unused(GENERATION)),
     ("generation_max_length", Unused(GENERATION)),
     (
-        "enable_thinking",
-        Unused(both(
-            "answers are trained as written; nothing is inserted",
-            "回答按原文训练；不插入任何内容",
-        )),
+        "enable_thinking preserve_thinking add_non_thinking_prefix disable_ignore_empty_think enable_reasoning",
+        Unused(AS_WRITTEN),
     ),
     ("train_on_prompt", Only(&["false"], SUPERVISED)),
     ("mask_history", Only(&["false"], SUPERVISED)),
@@ -473,16 +532,19 @@ const MS_SWIFT: &[Key] = &[
     ("adapters", Flag("adapter")),
     ("target_regex", Flag("lora-target-modules")),
     ("tuner_backend", Only(&["peft"], ADAPTER_KIND)),
-    ("init_weights", Only(&["true"], ADAPTER_KIND)),
+    (
+        "init_weights init_lora_weights",
+        Only(&["true", "none"], ADAPTER_KIND),
+    ),
     ("use_swift_lora", Only(&["false"], ADAPTER_KIND)),
     (
-        "vit_lr aligner_lr vision_lr merger_lr projector_lr head_lr resampler_lr",
+        "vit_lr aligner_lr vision_lr vision_tower_lr merger_lr projector_lr img_projector_lr connector_lr head_lr resampler_lr",
         Only(&["none"], RATES),
     ),
     (
         "lora_dtype",
         Only(
-            &["none"],
+            &["none", "auto"],
             both("--precision decides", "由 --precision 决定"),
         ),
     ),
@@ -507,7 +569,7 @@ const MS_SWIFT: &[Key] = &[
         ),
     ),
     (
-        "freeze_parameters trainable_parameters freeze_parameters_regex trainable_parameters_regex",
+        "freeze_parameters trainable_parameters additional_trainable_parameters freeze_parameters_regex trainable_parameters_regex",
         Only(&["none", "", "[]"], PARTS),
     ),
     (
@@ -522,28 +584,19 @@ const MS_SWIFT: &[Key] = &[
         ),
     ),
     (
-        "check_model ignore_args_error use_logits_to_keep acc_strategy metric",
+        "check_model ignore_args_error use_logits_to_keep acc_strategy metric eval_metric check_dataset_strategy use_profiler eval_human test_oom_error",
         Unused(MEASURED),
     ),
-    ("device_map max_memory init_strategy", Unused(PLACES)),
-    ("local_repo_path download_mode", Unused(DIRECTORIES)),
     (
-        "use_chat_template",
-        Only(
-            &["true"],
-            both(
-                "the chat template of the model directory is used",
-                "使用模型目录中的对话模板",
-            ),
-        ),
+        "device_map max_memory init_strategy gpu_memory_fraction",
+        Unused(PLACES),
     ),
     (
-        "template_backend",
-        Unused(both(
-            "the chat template of the model directory is used",
-            "使用模型目录中的对话模板",
-        )),
+        "local_repo_path download_mode model_cache_dir",
+        Unused(DIRECTORIES),
     ),
+    ("use_chat_template", Only(&["true"], TEMPLATE)),
+    ("template_backend", Unused(TEMPLATE)),
     ("padding_side", Unused(NO_PADDING)),
     ("loss_scale", Only(&["default"], SUPERVISED)),
     (
@@ -563,14 +616,8 @@ const MS_SWIFT: &[Key] = &[
     ("stopping_strategy", Unused(ORDER)),
     ("packing_length", Unused(NO_PADDING)),
     (
-        "columns cached_dataset custom_dataset_info custom_register_path external_plugins",
-        Only(
-            &["none", "", "{}", "[]"],
-            both(
-                "--data-format names the form of the samples; no Python runs",
-                "样本的格式由 --data-format 指定；不运行 Python",
-            ),
-        ),
+        "columns disable_auto_column_mapping cached_dataset cached_val_dataset custom_dataset_info custom_register_path external_plugins",
+        Only(&["none", "", "{}", "[]", "false"], FORM),
     ),
     (
         "strict",
@@ -603,6 +650,165 @@ const MS_SWIFT: &[Key] = &[
     ("freeze_llm", TUNE_LLM),
     ("freeze_aligner", FREEZE_PROJECTOR),
     (
+        "model_kwargs",
+        Only(
+            &["none", "", "{}"],
+            both(
+                "--image-max-pixels, --image-min-pixels and --max-slice-nums size images; the rest is read from the model directory",
+                "图片大小由 --image-max-pixels、--image-min-pixels 和 --max-slice-nums 决定；其余由模型目录读出",
+            ),
+        ),
+    ),
+    (
+        "load_args load_data_args load_dataset_config",
+        Only(
+            &["false"],
+            both(
+                "--resume RUN takes the settings of a run",
+                "--resume RUN 采用一次运行的设置",
+            ),
+        ),
+    ),
+    (
+        "lora_modules",
+        Only(
+            &["none", "", "[]"],
+            both(
+                "it names adapters to answer with: --adapter DIR starts from adapters, --lora-target-modules selects the layers of new ones",
+                "它指定用于回答的适配器：--adapter DIR 从适配器开始，--lora-target-modules 选择新适配器的层",
+            ),
+        ),
+    ),
+    (
+        "decision_drop_instructions decision_subsample_options decision_state_as_text decision_shuffle_fields",
+        Only(
+            &["0", "0.0", "false"],
+            both("samples are taken as they are", "样本按原样使用"),
+        ),
+    ),
+    (
+        "experts_impl enable_npu_model_patch train_backend model_layer_cls_name metric_warmup_step fsdp_num acc_steps",
+        Unused(NO_TORCH),
+    ),
+    ("new_special_tokens", Only(&["none", "", "[]"], TOKENIZER)),
+    (
+        "num_labels problem_type mlp_head_dim mlp_head_dropout",
+        Unused(CLASSES),
+    ),
+    ("mrl_dims", Only(&["none", "", "[]"], CLASSES)),
+    ("max_model_len", Only(&["none"], MAX_LENGTH)),
+    (
+        "hqq_axis",
+        Unused(both(
+            "only other kinds of quantization have it",
+            "只用于其他种类的量化",
+        )),
+    ),
+    ("is_binary_loss_scale", Unused(SUPERVISED)),
+    (
+        "lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma fourier_n_frequency fourier_scaling boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout vera_rank vera_projection_prng_key vera_dropout vera_d_initial adapter_act adapter_length adalora_target_r adalora_init_r adalora_tinit adalora_tfinal adalora_deltaT adalora_beta1 adalora_beta2 adalora_orth_reg_weight llamapro_num_new_blocks llamapro_num_groups reft_layer_key reft_layers reft_rank reft_intervention_type reft_args ia3_feedforward_modules",
+        Unused(OTHER_TUNERS),
+    ),
+    ("lisa_activated_layers", Only(&["0"], PARTS)),
+    (
+        "enable_channel_loss",
+        Unused(both(
+            "one loss of all samples is logged",
+            "记录的是所有样本的同一个损失",
+        )),
+    ),
+    (
+        "safe_serialization max_shard_size use_flash_ckpt only_save_model",
+        Unused(SAVED),
+    ),
+    ("ds3_gather_for_generation", Unused(GENERATION)),
+    (
+        "optimizer",
+        Only(
+            &["none", "", "default", "adamw"],
+            both(
+                "the optimizer is AdamW; LoRA+ is --loraplus-lr-ratio X, rates of parts are --lr PART=X",
+                "优化器是 AdamW；LoRA+ 用 --loraplus-lr-ratio X，各部分的学习率用 --lr PART=X",
+            ),
+        ),
+    ),
+    ("callbacks", Only(&["none", "", "[]"], NO_PLUGINS)),
+    (
+        "eval_use_evalscope",
+        Only(
+            &["false"],
+            both(
+                "`launcher eval` evaluates a checkpoint on any file",
+                "`launcher eval` 可在任意文件上评估检查点",
+            ),
+        ),
+    ),
+    ("packing_num_proc packing_strategy", Unused(UNPACKED)),
+    // Names of its second major version.
+    ("model_id_or_path", Flag("model")),
+    ("template_type is_instruct_model", Unused(TEMPLATE)),
+    ("lora_dropout_p", Flag("lora-dropout")),
+    ("lora_target_regex", Flag("lora-target-modules")),
+    ("lora_lr_ratio", Flag("loraplus-lr-ratio")),
+    ("lora_bias_trainable", Only(&["none"], ADAPTER_KIND)),
+    (
+        "dtype",
+        Words(&[
+            ("bf16", "precision", "bf16"),
+            ("fp16", "precision", "fp16"),
+            ("fp32", "precision", "f32"),
+            ("auto", "", ""),
+        ]),
+    ),
+    ("custom_train_dataset_path", Flag("data")),
+    ("custom_val_dataset_path", Flag("eval-data")),
+    ("dataset_test_ratio", Only(&["0", "0.0", "0."], NO_SPLIT)),
+    (
+        "train_dataset_sample",
+        WordsOr(&[("-1", "", ""), ("none", "", "")], "limit"),
+    ),
+    (
+        "val_dataset_sample",
+        Only(
+            &["-1", "none"],
+            both("all held-out samples are evaluated", "评估所有留出样本"),
+        ),
+    ),
+    ("dataset_seed", Only(&["none"], ORDER)),
+    (
+        "train_dataset_mix_ratio self_cognition_sample",
+        Only(&["0", "0.0"], OTHER_DATA),
+    ),
+    ("train_dataset_mix_ds", Unused(OTHER_DATA)),
+    ("add_output_dir_suffix", Unused(RUN_DIRECTORY)),
+    ("use_flash_attn", Unused(ATTENTION)),
+    (
+        "preprocess_num_proc preprocess_batch_size dataset_enable_cache",
+        Unused(CACHE),
+    ),
+    ("gradient_checkpointing_enable", Unused(RECOMPUTE)),
+    ("rescale_image", Only(&["-1", "none"], FAMILY)),
+    (
+        "tools_prompt",
+        Unused(both("samples have no tools", "样本中没有工具")),
+    ),
+    (
+        "merge_lora",
+        Unused(both(
+            "`launcher export --merge` merges adapters",
+            "`launcher export --merge` 合并适配器",
+        )),
+    ),
+    ("neftune_backend", Unused(NO_NOISE)),
+    ("deepspeed_config_path", Flag("deepspeed")),
+    ("push_hub_strategy", Unused(HUB)),
+    ("loss_name", Only(&["none", ""], SUPERVISED)),
+    ("quant_device_map", Only(&["none", "auto"], RANKS)),
+    (
+        "bnb_4bit_comp_dtype",
+        Unused(both("--precision decides", "由 --precision 决定")),
+    ),
+    (
         "torch_dtype",
         Words(&[
             ("bfloat16", "precision", "bf16"),
@@ -621,6 +827,10 @@ const MS_SWIFT: &[Key] = &[
                 ("zero3", "zero", "3"),
                 ("zero2_offload", "offload", "optimizer=cpu"),
                 ("zero3_offload", "offload", "cpu"),
+                ("default-zero2", "zero", "2"),
+                ("default-zero3", "zero", "3"),
+                ("zero2-offload", "offload", "optimizer=cpu"),
+                ("zero3-offload", "offload", "cpu"),
             ],
             "deepspeed",
         ),
@@ -677,7 +887,25 @@ const MS_SWIFT: &[Key] = &[
 ];
 
 /// Keys of OpenBMB's `finetune.py`.
-const OPENBMB: &[Key] = &[("q_lora", FOUR_BITS)];
+const OPENBMB: &[Key] = &[
+    ("q_lora", FOUR_BITS),
+    (
+        "lora_layer_replication",
+        Only(&["none", "", "[]"], ADAPTER_KIND),
+    ),
+    (
+        "lora_layers_to_transform lora_layers_pattern",
+        Only(&["none", "", "[]"], LAYERS),
+    ),
+    // Flags of torchrun and of DeepSpeed's launcher, which scripts put before those of the trainer.
+    ("num_gpus", Flag("nproc")),
+    ("nnodes num_nodes", Only(&["1", "1:1"], MACHINES)),
+    ("node_rank", Only(&["0"], MACHINES)),
+    (
+        "master_addr master_port rdzv_endpoint rdzv_backend rdzv_id standalone",
+        Unused(RANKS),
+    ),
+];
 
 /// Keys of SwissArmyTransformer and of CogVLM's `finetune_demo`.
 const SAT: &[Key] = &[
@@ -722,16 +950,7 @@ const SAT: &[Key] = &[
         ]),
     ),
     ("use_qlora", FOUR_BITS),
-    (
-        "use_ptlora use_ptuning",
-        Only(
-            &["false"],
-            both(
-                "--ptuning-tokens N trains key and value prefixes, also beside --use-lora",
-                "--ptuning-tokens N 训练键和值的前缀，也可与 --use-lora 同用",
-            ),
-        ),
-    ),
+    ("use_ptlora use_ptuning", Only(&["false"], PREFIXES)),
     (
         "pre_seq_len",
         Unused(both(
@@ -792,6 +1011,27 @@ const SAT: &[Key] = &[
     ("save_args force_train profiling", Unused(MEASURED)),
     ("wandb wandb_project_name", Unused(HUB)),
     ("tokenizer_type vocab_size", Unused(TOKENIZER)),
+    (
+        "num_layers hidden_size num_attention_heads max_sequence_length layernorm_order inner_hidden_size hidden_size_per_attention_head layernorm_epsilon make_vocab_size_divisible_by image_length eva_args cross_image_pix",
+        Unused(both(
+            "sizes of the model are read from config.json",
+            "模型的大小由 config.json 读出",
+        )),
+    ),
+    (
+        "hidden_dropout attention_dropout",
+        Only(
+            &["0", "0.0", "none"],
+            both(
+                "only adapters have dropout: --lora-dropout X",
+                "只有适配器有 dropout：--lora-dropout X",
+            ),
+        ),
+    ),
+    (
+        "use_gpu_initialization",
+        Unused(both("weights are read from files", "权重从文件读取")),
+    ),
     (
         "strategy temperature top_p top_k num_beams length_penalty no_repeat_ngram_size min_tgt_length out_seq_length input_source output_path with_id max_inference_batch_size",
         Unused(GENERATION),
@@ -879,7 +1119,46 @@ const TWO_U1: &[Key] = &[
     ("freeze_llm", TUNE_LLM),
     ("lora_weight_path", WordsOr(&[("", "", "")], "adapter")),
     ("max_seq_length", Flag("model-max-length")),
-    ("freeze_merger freeze_projector", FREEZE_PROJECTOR),
+    (
+        "freeze_merger freeze_projector freeze_img_projector freeze_connector freeze_resampler",
+        FREEZE_PROJECTOR,
+    ),
+    (
+        "tune_merger tune_img_projector tune_connector tune_resampler tune_mm_mlp",
+        TUNE_PROJECTOR,
+    ),
+    (
+        "tune_mm_mlp_adapter",
+        Words(&[("true", "train", "projector"), ("false", "", "")]),
+    ),
+    ("tune_vision_tower tune_mm_vision", Flag("tune-vision")),
+    ("tune_mm_llm", Flag("tune-llm")),
+    ("data_flatten", Only(&["false"], UNPACKED)),
+    (
+        "loss_type",
+        Only(&["cross_entropy", "sigmoid", "none", ""], LOSS),
+    ),
+    (
+        "early_stopping_threshold",
+        Only(
+            &["0", "0.0", "0."],
+            both(
+                "any better value counts as an improvement",
+                "任何更好的值都算作改进",
+            ),
+        ),
+    ),
+    (
+        "eval_image_folder",
+        Only(
+            &["none", ""],
+            both(
+                "--image-dir also holds the images of --eval-data",
+                "--image-dir 也存放 --eval-data 的图片",
+            ),
+        ),
+    ),
+    ("num_crops", Only(&["none"], FAMILY)),
     (
         "vision_lora",
         Only(
@@ -964,6 +1243,7 @@ pub(in crate::cli) const GLM_TOP: &[Key] = &[
         "freezeV",
         Words(&[("true", "freeze", "vision"), ("false", "", "")]),
     ),
+    ("swanlab", Unused(HUB)),
 ];
 /// Keys of `peft_config`.
 pub(in crate::cli) const PEFT: &[Key] = &[
@@ -988,6 +1268,41 @@ pub(in crate::cli) const PEFT: &[Key] = &[
             &["none"],
             both("adapters do not train biases", "适配器不训练偏置"),
         ),
+    ),
+    (
+        "inference_mode fan_in_fan_out",
+        Only(&["false"], ADAPTER_KIND),
+    ),
+    (
+        "auto_mapping base_model_name_or_path revision peft_version megatron_core qalora_group_size",
+        Unused(both(
+            "adapters are added to the model of --model",
+            "适配器加在 --model 的模型上",
+        )),
+    ),
+    (
+        "layers_to_transform layers_pattern exclude_modules",
+        Only(&["none", "", "[]"], LAYERS),
+    ),
+    (
+        "rank_pattern alpha_pattern",
+        Only(
+            &["none", "", "{}"],
+            both(
+                "new adapters have one rank and one alpha",
+                "新适配器只有一个秩和一个 alpha",
+            ),
+        ),
+    ),
+    ("init_lora_weights", Only(&["true", "none"], ADAPTER_KIND)),
+    (
+        "trainable_token_indices layer_replication loftq_config eva_config corda_config lora_ga_config velora_config alora_invocation_tokens monteclora_config use_qalora arrow_config kasa_config use_bdlora megatron_config target_parameters lora_bias ensure_weight_tying runtime_config ephemeral_gpu_offload",
+        Only(&["none", "", "false", "{}", "[]"], ADAPTER_KIND),
+    ),
+    ("num_virtual_tokens", Only(&["none"], PREFIXES)),
+    (
+        "token_dim num_attention_heads num_layers num_transformer_submodules encoder_hidden_size prefix_projection",
+        Unused(PREFIXES),
     ),
 ];
 
@@ -1017,7 +1332,8 @@ const SHARED: &[Key] = &[
     ),
 ];
 
-fn find<'k>(keys: &'k [Key], name: &str) -> Option<&'k Meaning> {
+/// Meaning of the key `name` (snake_case) in a table.
+pub(in crate::cli) fn find(keys: &'static [Key], name: &str) -> Option<&'static Meaning> {
     keys.iter()
         .find(|(names, _)| names.split(' ').any(|known| known == name))
         .map(|(_, meaning)| meaning)

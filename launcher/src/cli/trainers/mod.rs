@@ -3,11 +3,15 @@
 
 mod defaults;
 mod keys;
+#[cfg(test)]
+mod published;
 
 use clap::ValueEnum;
 
 pub(super) use defaults::{Absent, absent, refuse_adapted_tower};
-pub(super) use keys::{Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, TABLES, meaning, own_meaning};
+pub(super) use keys::{
+    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, TABLES, find, meaning, own_meaning,
+};
 
 /// `--defaults`: whose values absent settings take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -431,12 +431,9 @@ fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
         text!("cannot export {}", "无法导出 {}", directory.display()),
         chain(error),
     )
-    .next(failures::adapter_remedy(
-        directory,
-        both(
-            "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
-            "请指定某次运行的 checkpoint-N 目录，或含有 adapter_model.safetensors 的目录",
-        ),
+    .next(both(
+        "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
+        "请指定某次运行的 checkpoint-N 目录，或含有 adapter_model.safetensors 的目录",
     ))
 }
 

@@ -176,6 +176,7 @@ fn answer(
     let options = GenerateOptions {
         sampling,
         stop_ids: replica.processor.stop_ids(),
+        mlp_tiles: replica.config.mlp_tile_tokens,
     };
     let prompts = if replica.data().rank == 0 {
         vec![prompt]

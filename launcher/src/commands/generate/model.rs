@@ -143,9 +143,13 @@ fn stored_dtype(weights: &WeightSource) -> DType {
 
 fn no_weights(dir: &Path, error: &WeightError) -> Failure {
     let failure = failures::weights(error);
-    let partial = ["adapter_model.safetensors", "trained.safetensors"]
-        .into_iter()
-        .find(|name| dir.join(name).is_file());
+    let partial = [
+        "adapter_model.safetensors",
+        "adapter_model.bin",
+        "trained.safetensors",
+    ]
+    .into_iter()
+    .find(|name| dir.join(name).is_file());
     match partial {
         Some(name) => Failure {
             evidence: vec![text!(

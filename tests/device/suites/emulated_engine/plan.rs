@@ -103,7 +103,7 @@ fn agree_with(
     let trained = counting.pool().stats();
     let begin = || dry_run.begin_pass(PassKind::Infer);
     let end = || Ok(dry_run.end_pass()?);
-    dry_run_answers(&*model, &*dry_run, &[prompt], &begin, &end)?;
+    dry_run_answers(&*model, &*dry_run, &[prompt], None, &begin, &end)?;
     let planned = [trained, counting.pool().stats()];
 
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
@@ -114,6 +114,7 @@ fn agree_with(
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
+        mlp_tiles: None,
     };
     let mut is_open = false;
     let mut next = |left: bool| -> Result<bool, ModelError> {

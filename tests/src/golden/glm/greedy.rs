@@ -71,6 +71,7 @@ fn greedy(pack: &Pack, dir: &Path, count: usize, processor: &dyn Processor) -> R
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
+        mlp_tiles: None,
     };
     let answer = generate(&*model, &access, &prompts, &options, &mut Ok)?.remove(0);
     let margins = margins(&*model, &access, &prompt, &answer)?;
