@@ -32,7 +32,8 @@ const STAGES: [&str; 4] = ["--zero 0", "--zero 1", "--zero 2", "--zero 3"];
 const TIERS: [&str; 3] = ["--offload none", "--offload cpu", "--offload nvme:disk"];
 const PRECISIONS: [&str; 4] = ["f32", "bf16", "fp16", "pure-bf16"];
 const FORMS: [Form; 3] = [Form::OpenBmb, Form::Messages, Form::ShareGpt];
-/// The GPU is the fake driver's.
+/// The GPU is the fake driver's. It computes in f32: the built-in kernels in 16 bits are those of published heads, and
+/// these tiny models have narrower ones. Golden packs run in 16 bits on the emulator.
 const DEVICES: [&str; 2] = ["cpu", "cuda"];
 const NEXT: [Next; 7] = [
     Next::Export,
@@ -148,6 +149,9 @@ fn cell(row: &[usize]) {
         assert!(outcome.screen.contains("fp16"), "{}", outcome.screen);
         precision = "bf16";
     }
+    if device == "cuda" {
+        precision = "f32";
+    }
     let common = common(precision);
     let train = |flags: &str, device: &str, output: &str| {
         site.train(&format!("{flags} --device {device} --output {output}"));
@@ -157,7 +161,7 @@ fn cell(row: &[usize]) {
         let got = train(flags, device, output);
         if device == "cuda" {
             let want = train(flags, "cpu", &format!("{output}-on-cpu"));
-            near(&got, &want, precision);
+            near(&got, &want);
         }
         got
     };
@@ -232,20 +236,12 @@ fn cell(row: &[usize]) {
     }
 }
 
-/// Losses of two devices, up to the order of sums.
-fn near(got: &[f64], want: &[f64], precision: &str) {
-    let dtype = match precision {
-        "f32" => DType::F32,
-        "fp16" => DType::F16,
-        _ => DType::BF16,
-    };
+/// Losses of two devices in f32, up to the order of sums.
+fn near(got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len());
     for (step, (got, want)) in got.iter().zip(want).enumerate() {
-        let allowed = tolerance::trajectory(dtype, *want, step);
-        assert!(
-            (got - want).abs() <= allowed,
-            "{precision}: {got} instead of {want}"
-        );
+        let allowed = tolerance::trajectory(DType::F32, *want, step);
+        assert!((got - want).abs() <= allowed, "{got} instead of {want}");
     }
 }
 
@@ -290,5 +286,10 @@ fn the_newest_checkpoints_take_combinations() {
 #[test]
 #[ignore = "minutes: the nightly run asks for it"]
 fn the_newest_checkpoints_take_every_pair() {
-    rows().iter().for_each(|row| cell(row));
+    let rows = rows();
+    let failed: Vec<&Vec<usize>> = rows
+        .iter()
+        .filter(|row| std::panic::catch_unwind(|| cell(row)).is_err())
+        .collect();
+    assert!(failed.is_empty(), "of {} rows: {failed:?}", rows.len());
 }
