@@ -312,7 +312,7 @@ fn more_layers(dir: &Path) {
 
 fn no_further_layer(dir: &Path) {
     rewrite(dir, |tensors| {
-        tensors.retain(|(name, _)| !name.starts_with(FURTHER))
+        tensors.retain(|(name, _)| !name.starts_with(FURTHER));
     });
     edit(dir, "config.json", |file| {
         file["text_config"]["num_nextn_predict_layers"] = json!(0);
