@@ -119,6 +119,12 @@ pub trait Processor: Send + Sync + std::fmt::Debug {
         bounds.map(|(start, end)| (*start..*end, 1)).collect()
     }
 
+    /// Whether prompts and answers are written with the thoughts that a sample gives beside its answers
+    /// (`reasoning_content`); a family without them ignores the key.
+    fn reads_thoughts(&self) -> bool {
+        false
+    }
+
     /// The tokenizer of the model directory.
     fn tokenizer(&self) -> &Tokenizer;
 

@@ -2,6 +2,8 @@
 //! ranks.
 #![allow(clippy::unwrap_used, reason = "a test binary")]
 
+mod layouts;
+
 use engine::{Offload, ParamId, Precision};
 use kernels::{Codebook, DType, Quantization};
 use models::lora::{LoraConfig, LoraTargets};

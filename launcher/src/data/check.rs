@@ -56,7 +56,7 @@ pub(crate) fn check_samples(
         samples,
         images,
         files,
-    } = data::read(reading)?;
+    } = data::read(reading, processor)?;
     let path = reading.path;
     check.decode_all |= skip_bad;
     let (images, largest_image) = images::check(&samples, &images, path, &mut check)?;
@@ -134,13 +134,16 @@ pub(crate) fn load(
         samples,
         images,
         files,
-    } = data::read(Reading {
-        path,
-        format: config.samples.data_format,
-        images: config.image_dir(),
-        exif: config.samples.exif_rotation,
-        limit,
-    })?;
+    } = data::read(
+        Reading {
+            path,
+            format: config.samples.data_format,
+            images: config.image_dir(),
+            exif: config.samples.exif_rotation,
+            limit,
+        },
+        processor,
+    )?;
     Ok(SampleSet {
         samples,
         kept: Vec::new(),

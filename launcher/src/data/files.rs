@@ -4,7 +4,8 @@ use super::mix::Mix;
 use crate::lang::{Text, both, text};
 use std::path::PathBuf;
 
-use models::data::{DataFormat, Dataset, RawSample, sample_places};
+use models::Processor;
+use models::data::{DataFormat, Dataset, RawSample, THOUGHTS, sample_places};
 use models::image::is_inside;
 use serde::Serialize;
 
@@ -29,8 +30,11 @@ pub(crate) struct DataFile {
 }
 
 impl DataFile {
-    /// The file of `set`, whose form was `given`.
-    pub(super) fn of(set: &Dataset, given: Option<DataFormat>) -> Self {
+    /// The file of `set`, whose form was `given`, for samples of `processor`.
+    pub(super) fn of(set: &Dataset, given: Option<DataFormat>, processor: &dyn Processor) -> Self {
+        let ignored = set.ignored.iter();
+        let has_no_effect =
+            |(key, _): &&(String, usize)| key != THOUGHTS || !processor.reads_thoughts();
         Self {
             path: set.path.clone(),
             format: set.format.name(),
@@ -41,7 +45,7 @@ impl DataFile {
             },
             samples: set.samples.len(),
             weight: set.weight,
-            ignored: set.ignored.clone(),
+            ignored: ignored.filter(has_no_effect).cloned().collect(),
         }
     }
 

@@ -99,11 +99,17 @@ pub(crate) struct ReadSamples {
 ///
 /// # Errors
 /// When the data cannot be read or has no samples (exit 3).
-pub(crate) fn read(reading: Reading<'_>) -> Result<ReadSamples, Failure> {
+pub(crate) fn read(
+    reading: Reading<'_>,
+    processor: &dyn Processor,
+) -> Result<ReadSamples, Failure> {
     let format = reading.format.format();
     let sets = read_datasets(reading.path, format, reading.images);
     let sets = sets.map_err(|error| refusal(reading.path, format, &error))?;
-    let files = sets.iter().map(|set| DataFile::of(set, format)).collect();
+    let files = sets.iter();
+    let files = files
+        .map(|set| DataFile::of(set, format, processor))
+        .collect();
     let (mut samples, root) = match <[_; 1]>::try_from(sets) {
         Ok([only]) => (only.samples, only.root),
         Err(sets) => (sets.into_iter().flat_map(relocated).collect(), ".".into()),

@@ -22,9 +22,10 @@ const FOREIGN: [&str; 6] = [
 ];
 
 /// Files of a tokenizer, which may be in a directory of its own.
-const TOKENIZER: [&str; 9] = [
+const TOKENIZER: [&str; 10] = [
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",

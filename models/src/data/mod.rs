@@ -17,4 +17,4 @@ pub use formats::{
     read_samples_as, sample_places, weight_of,
 };
 pub use lines::sample_lines;
-pub use raw::{Clock, DataError, RawSample, RawVideo, SINGLE_IMAGE, VIDEO};
+pub use raw::{Clock, DataError, RawSample, RawVideo, SINGLE_IMAGE, THOUGHTS, VIDEO};

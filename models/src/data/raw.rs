@@ -12,6 +12,10 @@ pub const SINGLE_IMAGE: &str = "<image>";
 /// Mark of a video in a text; the n-th mark stands for the n-th video.
 pub const VIDEO: &str = "<video>";
 
+/// Name by which [`Dataset::ignored`](super::Dataset::ignored) counts thoughts before answers. They have an effect where
+/// [`Processor::reads_thoughts`](crate::Processor::reads_thoughts) says so.
+pub const THOUGHTS: &str = "turns[].reasoning_content";
+
 /// Why a data file cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]

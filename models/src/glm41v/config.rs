@@ -194,7 +194,10 @@ impl LanguageConfig {
                 fields.implied("head_dim", implied)?;
                 implied
             }
-            Network::GlmOcr => fields.size("head_dim")?,
+            Network::GlmOcr => match fields.optional::<usize>("head_dim")? {
+                Some(_) => fields.size("head_dim")?,
+                None => divisible("hidden_size", hidden_size, num_heads)?,
+            },
         };
         Ok(Self {
             hidden_size,
@@ -206,13 +209,10 @@ impl LanguageConfig {
             rotary_dim: (head_dim as f64 * factor) as usize,
             mrope_section,
             rope_theta,
-            attention_bias: match network {
-                Network::Glm41v => fields.flag("attention_bias", true)?,
-                // The published class has no bias whatever the file says.
-                Network::GlmOcr => false,
-            },
+            // The published classes have it or not, whatever the file says.
+            attention_bias: network == Network::Glm41v,
             vocab_size: fields.size("vocab_size")?,
-            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            rms_norm_eps: fields.positive_or("rms_norm_eps", 1e-5)?,
             initializer_range: fields.positive_or("initializer_range", 0.02)?,
         })
     }
@@ -243,7 +243,7 @@ impl VisionConfig {
         fields.no_dropout("vision_config.attention_dropout")?;
         fields.no_dropout("vision_config.hidden_dropout_prob")?;
         let (width, heads) = (fields.size(WIDTH)?, fields.size("vision_config.num_heads")?);
-        let patch_size = fields.size("vision_config.patch_size")?;
+        let patch_size = fields.size_or("vision_config.patch_size", 14)?;
         check_rope(fields)?;
         let out_hidden_size = fields.size("vision_config.out_hidden_size")?;
         let inner = fields.size("vision_config.intermediate_size")?;

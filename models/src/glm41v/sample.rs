@@ -137,6 +137,10 @@ impl Processor for Glm41vProcessor {
         bounds.map(|(start, end)| (start - 1..end + 1, 1)).collect()
     }
 
+    fn reads_thoughts(&self) -> bool {
+        self.thinks
+    }
+
     fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -356,8 +360,11 @@ impl Glm41vProcessor {
             let content = plain_text(&turn.content, &self.control);
             let metadata = plain_text(&turn.metadata, &self.control);
             if !may_show(turn) {
+                let thought = turn.reasoning_content.as_deref();
+                let thought = thought.map(|text| plain_text(text, &self.control));
+                let is_past = Some(index) < last_question;
                 let answer = match self.thinks && turn.role == "assistant" {
-                    true => Answer::new(&content, Some(index) < last_question, switch),
+                    true => Answer::new(&content, thought.as_deref(), is_past, switch),
                     false => Answer {
                         given: String::new(),
                         said: format!("{metadata}\n{content}"),

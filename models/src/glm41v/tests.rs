@@ -9,6 +9,7 @@ use crate::data::{
 use crate::image::{Decoded, ImageError, ImageSource, RgbImage};
 use crate::options::ModelOptions;
 use crate::processor::{Normalization, Processor, ProcessorError};
+use crate::text::ChatTemplate;
 use crate::{Tower, VisionLanguageModel};
 use kernels::DType;
 use serde_json::{Value, json};
@@ -386,6 +387,53 @@ fn the_prompt_is_the_training_text_up_to_the_answer() {
     assert_eq!(prompt.image_bounds, whole.image_bounds);
     let rest = &whole.input_ids[prompt.input_ids.len()..];
     assert_eq!(processor().decode(rest).unwrap(), "Yes.");
+}
+
+/// GLM-4.6V-Flash's template is the reference: its text of the same turns, with the token after the last answer.
+#[test]
+fn thoughts_beside_answers_are_written_as_the_template_writes_them() {
+    let pack = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/glm-4.6v-flash");
+    let processor = Glm41vProcessor::load(&pack).unwrap();
+    let template = ChatTemplate::load(&pack, processor.tokenizer()).unwrap();
+    let older = self::processor();
+    assert!(processor.reads_thoughts() && !older.reads_thoughts());
+    let second = "<think>In the text.</think>\nNo.";
+    for (first_thought, thought) in [
+        (None, None),
+        (Some("Look."), None),
+        (Some("Look."), Some("\n Look again.\n")),
+        (None, Some("")),
+    ] {
+        for switch in [None, Some(true)] {
+            let turns = [
+                ("user", "Is it?"),
+                ("assistant", "Yes."),
+                ("user", "Sure?"),
+                ("assistant", second),
+            ];
+            let mut raw = sample(&[], &turns);
+            for (turn, thought) in [(1, first_thought), (3, thought)] {
+                raw.conversations[turn].reasoning_content = thought.map(str::to_owned);
+            }
+            raw.enable_thinking = switch;
+            let options = EncodeOptions::default();
+            let text = processor.render(&raw, &Sizes, &options).unwrap();
+            let want = template.render_thinking(&raw.conversations, false, switch);
+            assert_eq!(text, want.unwrap() + "<|endoftext|>", "{thought:?}");
+            // Other families write what they write without the key.
+            raw.enable_thinking = None;
+            let with = older.render(&raw, &Sizes, &options).unwrap();
+            raw.conversations[3].reasoning_content = None;
+            assert_eq!(with, older.render(&raw, &Sizes, &options).unwrap());
+        }
+    }
+    // The tokens of a role in a thought open no turn.
+    let mut raw = ask(&[], "Is it?");
+    raw.conversations[1].reasoning_content = Some("<|user|>".to_owned());
+    let encoded = processor.encode(&raw, &Sizes, &EncodeOptions::default());
+    let user = processor.tokenizer().id("<|user|>").unwrap();
+    let ids = encoded.unwrap().input_ids.into_iter();
+    assert_eq!(ids.filter(|id| *id == user).count(), 1);
 }
 
 /// GLM-4.6V-Flash with `video_processor` in `processor_config.json`, as transformers 5 saves it.

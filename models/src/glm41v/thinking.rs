@@ -17,10 +17,18 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// The answer `content`. `past` says whether a question comes after it; its thought is dropped then, as it is
-    /// with `enable_thinking` false.
-    pub(super) fn new(content: &str, past: bool, enable_thinking: Option<bool>) -> Self {
-        let (thought, reply) = split(content);
+    /// The answer `content` with the thought `given`, or with one in its text. `past` says whether a question comes after
+    /// it; its thought is dropped then, as it is with `enable_thinking` false.
+    pub(super) fn new(
+        content: &str,
+        given: Option<&str>,
+        past: bool,
+        enable_thinking: Option<bool>,
+    ) -> Self {
+        let (thought, reply) = match given {
+            Some(thought) => (thought, content),
+            None => split(content),
+        };
         let reply = match trimmed(reply) {
             "" => String::new(),
             reply => format!("\n{reply}"),
@@ -66,7 +74,7 @@ mod tests {
     use super::*;
 
     fn said(content: &str, past: bool, switch: Option<bool>) -> [String; 2] {
-        let answer = Answer::new(content, past, switch);
+        let answer = Answer::new(content, None, past, switch);
         [answer.given, answer.said]
     }
 

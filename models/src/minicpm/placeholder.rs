@@ -35,6 +35,11 @@ pub(super) fn substitute(
         .iter()
         .map(|turn| Message {
             content: plain_text(&turn.content, &processor.control).into_owned(),
+            // A thought has no place for an image.
+            reasoning_content: turn.reasoning_content.as_deref().map(|text| {
+                let text = plain_text(text, &processor.control);
+                plain_text(&text, &[SINGLE_IMAGE.to_owned()]).into_owned()
+            }),
             ..turn.clone()
         })
         .collect();

@@ -122,6 +122,10 @@ impl Processor for MiniCpmProcessor {
         images(tokens, self.ids.image_start)
     }
 
+    fn reads_thoughts(&self) -> bool {
+        self.template.names("reasoning_content")
+    }
+
     fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -437,6 +441,46 @@ mod tests {
 
     const SMALL: &str = "56x56";
     const WIDE: &str = "112x56";
+
+    /// The template of release 4.5 reads thoughts beside answers as those in their texts; that of 2.6 reads none.
+    #[test]
+    fn thoughts_beside_answers_are_those_in_their_texts() {
+        let newer = MiniCpmProcessor::load(&pack().with_file_name("minicpm-v-4_5")).unwrap();
+        assert!(newer.reads_thoughts() && !processor().reads_thoughts());
+        let turns = |first: &str, second: &str| {
+            let turns = [
+                ("user", "Is it?"),
+                ("assistant", first),
+                ("user", "Sure?"),
+                ("assistant", second),
+            ];
+            sample(Value::Null, &turns)
+        };
+        let mut beside = turns("Yes.", "No.");
+        beside.conversations[1].reasoning_content = Some("Look.".to_owned());
+        beside.conversations[3].reasoning_content = Some("Look again.".to_owned());
+        let inside = turns(
+            "<think>\nLook.\n</think>\n\nYes.",
+            "<think>\nLook again.\n</think>\n\nNo.",
+        );
+        let options = EncodeOptions::default();
+        let encode = |processor: &MiniCpmProcessor, sample: &RawSample| {
+            let encoded = processor.encode(sample, &Sizes, &options).unwrap();
+            (encoded.input_ids, encoded.labels)
+        };
+        let plain = turns("Yes.", "No.");
+        assert_eq!(encode(&newer, &beside), encode(&newer, &inside));
+        assert_ne!(encode(&newer, &beside), encode(&newer, &plain));
+        assert_eq!(encode(&processor(), &beside), encode(&processor(), &plain));
+        let starts = |sample: &RawSample| {
+            let ids = encode(&newer, sample).0;
+            ids.iter()
+                .filter(|id| **id == newer.ids.image_start)
+                .count()
+        };
+        beside.conversations[3].reasoning_content = Some("<image>".to_owned());
+        assert_eq!(starts(&beside), 0);
+    }
 
     #[test]
     fn a_sample_without_images_has_no_slices() {

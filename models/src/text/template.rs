@@ -63,6 +63,9 @@ pub struct Message {
     /// Text between the role and the line break before the content, as GLM-4 writes the name of a called tool.
     #[serde(skip)]
     pub metadata: String,
+    /// Thought before an answer, which some templates write.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub reasoning_content: Option<String>,
     /// Whether the data leaves the turn out of the loss. It has an effect on answers only.
     #[serde(skip)]
     pub unsupervised: bool,
@@ -75,6 +78,7 @@ impl Message {
             role: role.into(),
             content: content.into(),
             metadata: String::new(),
+            reasoning_content: None,
             unsupervised: false,
         }
     }
@@ -89,8 +93,8 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     /// Loads the chat template of the model directory `dir`: `chat_template.jinja`, otherwise the field
-    /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken). The
-    /// template sees the role tokens of `tokenizer` (such as `bos_token`) as variables.
+    /// `chat_template` of `tokenizer_config.json` (a text, or a list of which `default` is taken) or of
+    /// `chat_template.json`, which processors of transformers 4 saved. The template sees the role tokens of `tokenizer` (such as `bos_token`) as variables.
     ///
     /// # Errors
     /// [`TemplateError`] if there is none or it is not valid.
@@ -127,6 +131,13 @@ impl ChatTemplate {
             environment,
             globals,
         })
+    }
+
+    /// Whether the text of the template names `key`, a key of a turn.
+    #[must_use]
+    pub fn names(&self, key: &str) -> bool {
+        let template = self.environment.get_template(DEFAULT_NAME);
+        template.is_ok_and(|template| template.source().contains(key))
     }
 
     /// Renders `messages` to text; with `add_generation_prompt` it ends at the start of the assistant's answer.
@@ -211,17 +222,22 @@ fn find(dir: &Path) -> Result<String, TemplateError> {
             reason: error.to_string(),
         });
     }
-    let path = dir.join("tokenizer_config.json");
     let missing = || TemplateError::Missing {
         dir: dir.to_owned(),
     };
-    let bytes = read(&path)?.ok_or_else(missing)?;
-    let config: ConfigFile =
-        serde_json::from_slice(&bytes).map_err(|error| TemplateError::Invalid {
-            path,
-            reason: error.to_string(),
-        })?;
-    match config.chat_template.ok_or_else(missing)? {
+    let mut field = None;
+    for name in ["tokenizer_config.json", "chat_template.json"] {
+        let path = dir.join(name);
+        if let (None, Some(bytes)) = (&field, read(&path)?) {
+            let file: ConfigFile =
+                serde_json::from_slice(&bytes).map_err(|error| TemplateError::Invalid {
+                    path,
+                    reason: error.to_string(),
+                })?;
+            field = file.chat_template;
+        }
+    }
+    match field.ok_or_else(missing)? {
         TemplateField::One(template) => Ok(template),
         TemplateField::Named(templates) => {
             let default = templates

@@ -10,7 +10,7 @@ use engine::{
     OptimizerConfig, ParamId, ParamSpec, PassKind, Plan, Precision, Slice, Stage, StepReport,
     Tiers, Zero, ZeroConfig,
 };
-use kernels::{Backend, DType, Pool, Tensor};
+use kernels::{Backend, CpuBackend, DType, Pool, Tensor};
 use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::options::RopePrecision;
@@ -48,7 +48,14 @@ impl std::fmt::Debug for Rank {
 }
 
 impl Rank {
-    fn new(pack: &Pack, layout: Layout, mesh: Mesh, setup: &Setup<'_>) -> Result<Self> {
+    /// A rank on `backend`, or on the CPU.
+    fn new(
+        pack: &Pack,
+        layout: Layout,
+        mesh: Mesh,
+        setup: &Setup<'_>,
+        backend: Option<Arc<dyn Backend>>,
+    ) -> Result<Self> {
         let mut weights = WeightSource::open(&pack.dir)?;
         // Quantized weights stay so beside adapters; else all weights train.
         let quantized = match (&setup.options.quantized, &setup.options.lora) {
@@ -85,7 +92,7 @@ impl Rank {
         };
         let plan = Arc::new(Plan::new(model.spec().clone(), zero_config, layout.world)?);
         let device = Pool::new("device", None);
-        let backend = layout.backend(&device);
+        let backend = backend.unwrap_or_else(|| Arc::new(CpuBackend::new(device.clone())));
         let tiers = Tiers::new(device, Pool::new("host", None));
         let settings = &setup.optimizer;
         // The references apply weight decay to every trainable tensor.
@@ -262,8 +269,10 @@ pub fn run_world<T: Send>(
     };
     let ranks = layout.world * layout.stages;
     let meshes = Mesh::threads(ranks, layout.stages, 1 << 26, regions)?;
+    let backend = layout.backend();
     let work = |mesh: Mesh| -> Result<T> {
-        let result = Rank::new(pack, layout, mesh.clone(), setup).and_then(|mut r| body(&mut r));
+        let rank = Rank::new(pack, layout, mesh.clone(), setup, backend.clone());
+        let result = rank.and_then(|mut rank| body(&mut rank));
         if let Err(error) = &result {
             mesh.abort(&error.to_string());
         }

@@ -4,12 +4,13 @@ use crate::golden::{AdamW, Trajectory};
 use crate::tolerance::Shake;
 use anyhow::Result;
 use engine::{Offload, Precision};
-use kernels::{Backend, CpuBackend, DType, Pool};
+use kernels::{Backend, DType};
 use models::ModelOptions;
 use models::selection::Selection;
 use optim::GroupOptions;
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// Sharding, tiers, precision and device of a world.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -79,18 +80,25 @@ impl Layout {
 /// All states on the device.
 pub const NO_OFFLOAD: Offload = Offload::states(engine::Tier::Device);
 
-/// Device of all ranks of this process, if not the CPU.
-static DEVICE: OnceLock<Arc<dyn Backend>> = OnceLock::new();
-
-/// Sets the device of all worlds of this process. Only the first call counts.
-pub fn compute_on(backend: Arc<dyn Backend>) {
-    DEVICE.set(backend).ok();
+thread_local! {
+    /// Device of all worlds that this thread starts, if not the CPU.
+    static DEVICE: OnceCell<Arc<dyn Backend>> = const { OnceCell::new() };
 }
 
-/// Whether [`compute_on`] chose a device.
+/// Sets the device of all worlds that this thread starts, so that each test may have its own. Only the first call counts.
+pub fn compute_on(backend: Arc<dyn Backend>) {
+    DEVICE.with(|device| device.set(backend).ok());
+}
+
+/// The device that [`compute_on`] chose in this thread.
+fn chosen() -> Option<Arc<dyn Backend>> {
+    DEVICE.with(|device| device.get().cloned())
+}
+
+/// Whether [`compute_on`] chose a device in this thread.
 #[must_use]
 pub fn on_a_device() -> bool {
-    DEVICE.get().is_some()
+    chosen().is_some()
 }
 
 /// Model options and optimizer settings of a world.
@@ -152,11 +160,8 @@ impl<'a> From<&'a Trajectory> for Setup<'a> {
 }
 
 impl Layout {
-    /// A backend for a rank. On the CPU it allocates from `pool`.
-    pub(super) fn backend(self, pool: &Pool) -> Arc<dyn Backend> {
-        match DEVICE.get().filter(|_| self.device == Device::Chosen) {
-            Some(chosen) => chosen.clone(),
-            None => Arc::new(CpuBackend::new(pool.clone())),
-        }
+    /// The device of all ranks of a world; `None` is the CPU.
+    pub(super) fn backend(self) -> Option<Arc<dyn Backend>> {
+        chosen().filter(|_| self.device == Device::Chosen)
     }
 }

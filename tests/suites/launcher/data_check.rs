@@ -54,6 +54,20 @@ fn data_check_describes_a_good_file() {
 }
 
 #[test]
+fn thoughts_are_named_where_the_template_does_not_read_them() {
+    let named = ["glm-4.6v-flash", "minicpm-v-4_5", "glm-ocr"].map(|pack| {
+        let site = Site::with_family(pack);
+        let mut samples = site.samples();
+        samples[1]["conversations"][1]["reasoning_content"] = "Look.".into();
+        site.write_samples("samples", &samples);
+        let (code, text) = check(&site, "data/samples.json --model model");
+        assert_eq!(code, Some(0), "{text}");
+        text.contains("no effect: turns[].reasoning_content (1 times)")
+    });
+    assert_eq!(named, [false, false, true]);
+}
+
+#[test]
 fn data_check_gives_the_figures_of_training() {
     let site = Site::new();
     let (code, text) = check(&site, "data/samples.json --model model --json --limit 2");

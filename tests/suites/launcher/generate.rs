@@ -30,6 +30,7 @@ pub(crate) fn launcher(site: &Site) -> Command {
         .current_dir(site.path(""))
         .env_clear()
         .env("TMPDIR", site.path("tmp"))
+        .envs(site.variables())
         .stdin(Stdio::null());
     command
 }

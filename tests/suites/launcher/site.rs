@@ -10,12 +10,15 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Longest wait for a line, and for the end of a run.
 const LIMIT: Duration = Duration::from_secs(60);
+/// The same on the fake driver, which emulates kernels.
+const EMULATED_LIMIT: Duration = Duration::from_secs(600);
 /// Default flags of a run.
 const DEFAULTS: [(&str, &str); 7] = [
     ("--model", "model"),
@@ -43,6 +46,8 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 
 pub(crate) struct Site {
     root: TempDir,
+    /// Variables of every process besides the usual ones.
+    variables: Vec<(&'static str, PathBuf)>,
 }
 
 impl Site {
@@ -55,6 +60,7 @@ impl Site {
     pub(crate) fn with_model(pack: &str) -> Self {
         let site = Self {
             root: tempfile::tempdir().unwrap(),
+            variables: Vec::new(),
         };
         for directory in DIRECTORIES {
             fs::create_dir(site.path(directory)).unwrap();
@@ -96,6 +102,7 @@ impl Site {
     pub(crate) fn with_family(pack: &str) -> Self {
         let site = Self {
             root: tempfile::tempdir().unwrap(),
+            variables: Vec::new(),
         };
         for directory in DIRECTORIES {
             fs::create_dir(site.path(directory)).unwrap();
@@ -129,6 +136,29 @@ impl Site {
         let samples: Vec<Value> = (0..6).map(sample).collect();
         site.write_samples("samples", &samples);
         site
+    }
+
+    /// Gives every process the GPUs of the fake driver, which has the built-in PTX only. Driver and objects are built once,
+    /// beside the program of this test.
+    pub(crate) fn take_fake_driver(&mut self) {
+        static BUILT: OnceLock<PathBuf> = OnceLock::new();
+        let driver = BUILT.get_or_init(|| {
+            let program = std::env::current_exe().unwrap();
+            let directory = program.with_file_name("fake-driver");
+            device_tests::fake_driver::build(&directory).unwrap();
+            directory
+        });
+        self.variables = vec![
+            ("TESSERA_CUDA_LIBS", driver.clone()),
+            ("TESSERA_CUDA_ARCH", "sm_80".into()),
+            ("TESSERA_MATMUL", "own".into()),
+        ];
+    }
+
+    /// Variables of every process besides the usual ones.
+    pub(crate) fn variables(&self) -> impl Iterator<Item = (&'static str, &Path)> {
+        let variables = self.variables.iter();
+        variables.map(|(name, value)| (*name, &**value))
     }
 
     pub(crate) fn path(&self, relative: &str) -> PathBuf {
@@ -167,6 +197,7 @@ impl Site {
             .env("HOME", self.path("home"))
             .env("XDG_CACHE_HOME", self.path("home/cache"))
             .env("TMPDIR", self.path("tmp"))
+            .envs(self.variables())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -185,6 +216,10 @@ impl Site {
             child,
             lines,
             screen: String::new(),
+            limit: match self.variables.is_empty() {
+                true => LIMIT,
+                false => EMULATED_LIMIT,
+            },
         }
     }
 
@@ -292,6 +327,7 @@ pub(crate) struct Running {
     child: Child,
     lines: Receiver<String>,
     screen: String,
+    limit: Duration,
 }
 
 impl Running {
@@ -302,7 +338,7 @@ impl Running {
     /// Reads up to a line that `wanted` accepts.
     pub(crate) fn wait_for(&mut self, what: &str, wanted: impl Fn(&str) -> bool) {
         loop {
-            match self.lines.recv_timeout(LIMIT) {
+            match self.lines.recv_timeout(self.limit) {
                 Ok(line) => {
                     self.keep(&line);
                     if wanted(&line) {
@@ -328,7 +364,7 @@ impl Running {
     }
 
     pub(crate) fn finish(mut self) -> Outcome {
-        let until = Instant::now() + LIMIT;
+        let until = Instant::now() + self.limit;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left) {

@@ -47,13 +47,14 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
             "此处不需要它的权重",
         ))
     })?;
-    let mut data = read(Reading {
+    let reading = Reading {
         path: &file,
         format: config.samples.data_format,
         images: config.image_dir(),
         exif: config.samples.exif_rotation,
         limit: args.limit,
-    })?;
+    };
+    let mut data = read(reading, &*processor)?;
     // If standard error is closed, nobody reads it.
     let mut progress = |line: Text| {
         let line = line.get(Lang::chosen());

@@ -139,7 +139,8 @@ pub struct Dataset {
     pub root: PathBuf,
     /// The samples, in the order of the file, or of the names in a directory.
     pub samples: Vec<RawSample>,
-    /// Keys that have no effect, such as `source` or `turns[].name`, each with the number of objects that have it.
+    /// Keys that have no effect, such as `source` or `turns[].name`, each with the number of objects that have it. That of
+    /// [`THOUGHTS`](super::THOUGHTS) has one in some families.
     pub ignored: Vec<(String, usize)>,
 }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::data::SINGLE_IMAGE;
+use crate::data::{SINGLE_IMAGE, THOUGHTS};
 
 fn file(content: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
@@ -556,6 +556,32 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
         only(r#"{"messages": [{"role": "user", "content": "<video>q"}]}"#).unwrap();
     assert_eq!(turns_of(&marked), ["<video>q"]);
     assert_eq!(ignored, [("<video> in a text".to_owned(), 1)]);
+}
+
+#[test]
+fn thoughts_of_answers_are_read_and_counted() {
+    let read = |role: &str, thought: &str| {
+        only(&format!(
+            r#"{{"messages": [{{"role": "user", "content": "q"}}, {{"role": "{role}", "content": "a", "reasoning_content": {thought}}}]}}"#
+        ))
+    };
+    for (role, given, thought, count) in [
+        ("assistant", r#""Look.""#, Some("Look."), 1),
+        ("assistant", r#""""#, Some(""), 0),
+        ("assistant", "null", None, 0),
+        ("user", r#""Look.""#, None, 1),
+    ] {
+        let (sample, ignored) = read(role, given).unwrap();
+        let found = sample.conversations[1].reasoning_content.as_deref();
+        assert_eq!(found, thought, "{role} {given}");
+        let counted = [(THOUGHTS.to_owned(), 1)];
+        assert_eq!(ignored, counted[..count], "{role} {given}");
+    }
+    let error = read("assistant", "[1]").unwrap_err();
+    assert!(
+        error.contains("turn 1: \"reasoning_content\" is [1]"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -10,7 +10,7 @@ use serde_json::ser::{Formatter, Serializer};
 
 use super::entry::{Ignored, Keys};
 use super::images::{self, Given};
-use crate::data::raw::SINGLE_IMAGE;
+use crate::data::raw::{SINGLE_IMAGE, THOUGHTS};
 use crate::glm4v::agent::AgentPrompt;
 use crate::text::Message;
 use crate::text::literal::hidden;
@@ -78,6 +78,9 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
     if let Some(metadata) = keys.text("metadata")? {
         turn.message.metadata = metadata;
     }
+    if turn.message.role == "assistant" {
+        turn.message.reasoning_content = thought(&mut keys, ignored)?;
+    }
     let Given::List(own) = images::take(&mut keys)? else {
         return Err(keys.refusal("an image of a turn is a path or a list of paths"));
     };
@@ -101,6 +104,20 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
     }
     keys.finish("turns[].", ignored);
     Ok(turn)
+}
+
+/// The thought before an answer. An empty one is a thought, too: the answer's text is then no place of another.
+fn thought(keys: &mut Keys, ignored: &mut Ignored) -> Result<Option<String>, String> {
+    match keys.take_any("reasoning_content") {
+        None => Ok(None),
+        Some(Value::String(text)) => {
+            if !text.is_empty() {
+                ignored.count(THOUGHTS.to_owned());
+            }
+            Ok(Some(escaped(text)))
+        }
+        Some(other) => Err(keys.refusal(&format!("\"reasoning_content\" is {other}, not a text"))),
+    }
 }
 
 /// The text of a turn, and the images given inside of it.

@@ -1,6 +1,8 @@
 //! Golden packs on the emulated GPU. In f32 the CPU's tolerances apply. In 16 bits results are compared with the pack
 //! and with the CPU in the same precision.
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
@@ -48,20 +50,70 @@ fn golden_packs_in_f32_stay_within_their_tolerances() -> Result<()> {
     Ok(())
 }
 
-/// The checks of the stage `train` on a GPU. Without all packs, the single case below takes their place.
-#[test]
-#[ignore = "some ten minutes: the nightly run asks for it"]
-fn golden_packs_in_16_bits_stay_within_their_tolerances() -> Result<()> {
+/// Every case and trajectory of a pack in each precision: the checks of the stage `train` on a GPU.
+fn check_in_16_bits(pack: &str) -> Result<()> {
     compute_on_the_emulator()?;
     for precision in [Precision::Bf16, Precision::Fp16, Precision::PureBf16] {
-        for dir in Pack::built_in() {
-            for (title, comparisons) in sixteen_bits::check_pack(&dir, precision)? {
-                for comparison in comparisons {
-                    ensure!(comparison.ok(), "{}: {title}: {comparison}", dir.display());
-                }
+        for (title, comparisons) in sixteen_bits::check_pack(&Pack::beside(pack), precision)? {
+            for comparison in comparisons {
+                ensure!(comparison.ok(), "{pack}: {title}: {comparison}");
             }
         }
     }
+    Ok(())
+}
+
+macro_rules! packs_in_16_bits {
+    ($($test:ident $pack:literal)*) => {
+        /// Golden packs in 16 bits, one test for each. With every change the single case below takes their place.
+        mod golden_packs_in_16_bits_stay_within_their_tolerances {
+            use anyhow::Result;
+
+            pub(super) const PACKS: &[&str] = &[$($pack),*];
+            $(
+                #[test]
+                #[ignore = "minutes: the nightly run asks for it"]
+                fn $test() -> Result<()> {
+                    super::check_in_16_bits($pack)
+                }
+            )*
+        }
+    };
+}
+
+packs_in_16_bits! {
+    minicpm_v_4_5 "minicpm-v-4_5"
+    minicpm_o_4_5 "minicpm-o-4_5"
+    minicpm_v_2_6 "minicpm-v-2_6"
+    minicpm_o_2_6 "minicpm-o-2_6"
+    minicpm_v_4_0 "minicpm-v-4_0"
+    minicpm_v_nf4 "minicpm-v-nf4"
+    cogvlm "cogvlm-chat-hf"
+    cogvlm2 "cogvlm2-llama3-chat-19B"
+    cogagent "cogagent-chat-hf"
+    cogagent_9b "cogagent-9b-20241220"
+    glm_4v "glm-4v-9b"
+    glm_4_1v "glm-4.1v-9b-thinking"
+    glm_4_1v_int8 "glm-4.1v-int8"
+    glm_4_1v_nf4 "glm-4.1v-nf4"
+    glm_4_1v_nf4_decoder "glm-4.1v-nf4-decoder"
+    glm_4_6v_flash "glm-4.6v-flash"
+    glm_ocr "glm-ocr"
+}
+
+#[test]
+fn every_pack_has_its_test_in_16_bits() -> Result<()> {
+    let golden = Pack::beside("");
+    let mut packs = BTreeSet::new();
+    for entry in fs::read_dir(&golden)? {
+        let path = entry?.path();
+        if path.join("cases").is_dir() {
+            packs.extend(path.file_name().map(|name| name.display().to_string()));
+        }
+    }
+    let tested = golden_packs_in_16_bits_stay_within_their_tolerances::PACKS.iter();
+    let tested: BTreeSet<String> = tested.map(|name| (*name).to_owned()).collect();
+    ensure!(tested == packs, "{tested:?} instead of {packs:?}");
     Ok(())
 }
 
