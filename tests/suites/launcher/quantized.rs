@@ -215,6 +215,36 @@ fn runs_that_make_no_sense_are_refused() {
     assert!(screen.contains("--lora-rank 16"), "{screen}");
 }
 
+/// An export reads quantized weights only in the shapes of the model.
+#[test]
+fn quantized_weights_of_other_shapes_are_not_exported() {
+    let site = Site::with_family("glm-4.1v-9b-thinking");
+    run(&site, "export model --quantize nf4 --output quantized");
+    let file = site.path("quantized/model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    // The first state of a matrix that is not square. The header of the file has no space there.
+    let shape = b"\"shape\": [";
+    let mut windows = bytes.windows(shape.len()).enumerate();
+    let (start, text) = windows
+        .find_map(|(at, window)| {
+            let start = (window == shape).then_some(at + shape.len())?;
+            let end = start + bytes[start..].iter().position(|b| *b == b']')?;
+            let (rows, columns) = std::str::from_utf8(&bytes[start..end]).ok()?.split_once(", ")?;
+            (rows != columns).then(|| (start, format!("{columns}, {rows}")))
+        })
+        .unwrap();
+    bytes[start..start + text.len()].copy_from_slice(text.as_bytes());
+    fs::write(&file, bytes).unwrap();
+    refuse(
+        &site,
+        "export quantized --dequantize --output dense",
+        10,
+        "E10",
+        &["the configuration says"],
+    );
+    assert!(!site.path("dense").exists());
+}
+
 /// A resumed run has the bits of one without a break, and a run with other weights is refused.
 #[test]
 fn a_quantized_run_resumes() {

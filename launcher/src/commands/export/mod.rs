@@ -177,6 +177,7 @@ impl Sources {
         match WeightSource::open(&directory) {
             Ok(model) => {
                 check_quantized(args, &model, false)?;
+                quantized::check_shapes(&model, &directory)?;
                 return Ok(Self {
                     directory: places::with_tokenizer(&directory, args.tokenizer.as_deref()),
                     model: Some(model),
@@ -232,6 +233,7 @@ impl Sources {
             ))
         })?;
         check_quantized(args, &model, true)?;
+        quantized::check_shapes(&model, &base)?;
         if args.merge_base != Some(MergeBase::Original) {
             let meta = manifest.map(Checkpoint::meta);
             model.quantize_on_read(meta.map(quantize::recorded).unwrap_or_default());

@@ -10,7 +10,8 @@ use engine::checkpoint::TensorSpec;
 use kernels::quantized::{NESTED_BLOCK, nested_values};
 use kernels::{DType, Quantization, Shape};
 use models::selection::Selection;
-use models::{ModelOptions, WeightSource, open_shapes};
+use models::weights::WeightError;
+use models::{ModelOptions, QuantizedWeights, WeightSource, open_shapes};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -49,6 +50,36 @@ pub(super) fn choose(
         quantizations,
         settings,
     })
+}
+
+/// Checks that quantized weights are those that `config.json` in `dir` declares: its quantization is supported, and their
+/// shapes are those of the model.
+///
+/// # Errors
+/// A difference, or a model that cannot be set up.
+pub(super) fn check_shapes(weights: &WeightSource, dir: &Path) -> Result<(), Failure> {
+    let quantized = weights.quantizations();
+    if quantized.is_empty() {
+        return Ok(());
+    }
+    let unusable = |error| failures::unusable(dir, &error);
+    QuantizedWeights::declared(dir).map_err(|error| unusable(error.into()))?;
+    let mut options = ModelOptions::new(DType::F32);
+    let all = Selection::parse(".*").map_err(|error| failures::selection("--freeze", &error))?;
+    options.freeze = Some(all);
+    let opened = open_shapes(dir, options).map_err(unusable)?;
+    let params = opened.spec().params.iter();
+    for param in params.filter(|param| quantized.contains_key(&param.name)) {
+        let got = weights.shape(&param.name).unwrap_or_default();
+        if got != param.shape.dims() {
+            return Err(failures::weights(&WeightError::WrongShape {
+                name: param.name.clone(),
+                expected: param.shape,
+                got: got.to_vec(),
+            }));
+        }
+    }
+    Ok(())
 }
 
 /// The value of `quantization_config` for these quantized weights.
