@@ -229,7 +229,9 @@ fn quantized_weights_of_other_shapes_are_not_exported() {
         .find_map(|(at, window)| {
             let start = (window == shape).then_some(at + shape.len())?;
             let end = start + bytes[start..].iter().position(|b| *b == b']')?;
-            let (rows, columns) = std::str::from_utf8(&bytes[start..end]).ok()?.split_once(", ")?;
+            let (rows, columns) = std::str::from_utf8(&bytes[start..end])
+                .ok()?
+                .split_once(", ")?;
             (rows != columns).then(|| (start, format!("{columns}, {rows}")))
         })
         .unwrap();

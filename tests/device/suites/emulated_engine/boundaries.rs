@@ -50,8 +50,9 @@ fn filled(backend: &dyn Backend, value: f32) -> Result<Tensor> {
     Ok(backend.upload(&bytes, shape, DType::F32, Tag::Activations)?)
 }
 
-/// Sends twice the number of each transfer to the last stage. The first one reuses the memory of each value after its next
-/// transfer, before the last stage reads what it received. Returns that.
+/// Sends twice the number of each transfer to the last stage. The first stage waits for no work until the last one has queued
+/// its copies, and reuses the memory of each value after its next transfer, before the last stage reads what it received.
+/// Returns that.
 fn cross(gpus: Vec<LinkedGpu>) -> Result<Vec<Vec<f32>>> {
     let regions = Regions {
         data: REGION_BYTES,
@@ -67,7 +68,7 @@ fn cross(gpus: Vec<LinkedGpu>) -> Result<Vec<Vec<f32>>> {
         let zero = stage(first, one)?;
         let backend = zero.backend();
         let none = filled(&**backend, 0.0)?;
-        let send = |number: f32| -> Result<()> {
+        let offer = |number: f32| -> Result<Tensor> {
             let source = filled(&**backend, number)?;
             let value = backend.add(&source, &source)?;
             let passed = BoundaryTensor {
@@ -76,17 +77,29 @@ fn cross(gpus: Vec<LinkedGpu>) -> Result<Vec<Vec<f32>>> {
                 value,
             };
             zero.send(Neighbor::Next, &[passed])?;
-            let other = backend.add(&source, &none)?;
-            ensure!(other.to_f32_vec()? == [number; ELEMS]);
-            Ok(())
+            Ok(source)
         };
-        let outcome = (1..=TRANSFERS).try_for_each(|number| send(f32::from(number)));
+        let mut outcome = Ok(());
+        for number in (1..=TRANSFERS).map(f32::from) {
+            let source = offer(number);
+            // Nothing ran yet that was not waited for.
+            sent.wait();
+            let read = source.and_then(|source| Ok(backend.add(&source, &none)?.to_f32_vec()?));
+            outcome = outcome.and(read.and_then(|read| {
+                ensure!(read == [number; ELEMS]);
+                Ok(())
+            }));
+        }
         sent.wait();
         outcome
     });
     let zero = stage(last, two)?;
     let received: Vec<_> = (0..TRANSFERS)
-        .map(|_| zero.receive(Neighbor::Previous))
+        .map(|_| {
+            let passed = zero.receive(Neighbor::Previous);
+            both.wait();
+            passed
+        })
         .collect();
     both.wait();
     let mut values = Vec::new();
