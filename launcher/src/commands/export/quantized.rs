@@ -37,7 +37,7 @@ pub(super) fn choose(
         let opened = opened.map_err(|error| failures::unusable(dir, &error))?;
         quantize::quantizations(opened.spec())
     } else {
-        quantize::agree(chosen, &models::QuantizedWeights::Stored(stored.clone()))?;
+        quantize::agree(chosen, &QuantizedWeights::Stored(stored.clone()))?;
         stored
     };
     let has = |name: &String| model.shape(name).is_some();
