@@ -503,9 +503,11 @@ class Shared(unittest.TestCase):
         self.assertIn("do not share", frozen.judged({**ways, "pinned": ([2.0, 1.0], 0.2, "")}, "cuda")[0])
         for bad in ([2.0, 1.5], []):
             self.assertIn("losses", frozen.judged({**ways, "pinned": (bad, 0.2, shared)}, "cuda")[0])
-        config = {"num_hidden_layers": 32, "vision_config": {"num_hidden_layers": 63, "patch_size": 14}, "vocab_size": 9}
+        vision = {"num_hidden_layers": 63, "hidden_size": 32, "num_heads": 2, "patch_size": 14}
+        config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vision_config": vision, "vocab_size": 9}
         short = frozen.shortened(config)
         self.assertEqual((short["num_hidden_layers"], short["vision_config"]["num_hidden_layers"]), (4, 4))
+        self.assertEqual((short["hidden_size"], short["vision_config"]["hidden_size"], vision["hidden_size"]), (4096, 128, 32))
         self.assertEqual((short["vocab_size"], short["vision_config"]["patch_size"]), (9, 14))
 
     def test_tiles_must_lower_the_peak_and_keep_the_losses(self):
