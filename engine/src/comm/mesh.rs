@@ -408,8 +408,9 @@ impl Mesh {
         Ok(())
     }
 
-    /// Offers values in this rank's device memory to a neighbor. `words` are one place for each value and one word for
-    /// all. The result waits for the neighbor's answer.
+    /// Tells a neighbor where values are in this rank's device memory, so that its device can copy them. `words` are the
+    /// offset of each value in bytes, then the number of the event after the work that writes them. The result waits for
+    /// the neighbor's answer.
     ///
     /// # Errors
     /// [`CommError::TooManyValues`], [`CommError::WindowFull`], or the error of a dead link.
@@ -423,7 +424,8 @@ impl Mesh {
         Ok(Answer(comm.start(answer_to(root), answer)?))
     }
 
-    /// The values that a neighbor offers next, and their words. [`Mesh::answer`] must follow.
+    /// Descriptions of the values that a neighbor offers next, and the words of its [`Mesh::offer`]. [`Mesh::answer`] must
+    /// follow.
     ///
     /// # Errors
     /// [`CommError::WindowFull`], or the error of a dead link.
@@ -435,7 +437,7 @@ impl Mesh {
         Ok((values, places.as_slice::<u64>().to_vec()))
     }
 
-    /// Answers the last offer of a neighbor with a word.
+    /// Answers the last offer of a neighbor with the number of the event after the copies of its values.
     ///
     /// # Errors
     /// [`CommError::WindowFull`], or the error of a dead link.
@@ -476,7 +478,7 @@ impl Mesh {
 pub struct Answer(Ticket);
 
 impl Answer {
-    /// Waits for the neighbor's word.
+    /// Waits for the number of the event after the neighbor's copies.
     ///
     /// # Errors
     /// The error of a dead link.

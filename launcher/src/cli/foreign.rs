@@ -50,7 +50,11 @@ const NO_PYTHON: Both = both(
     "this program has no Python and no torch",
     "本程序不使用 Python 和 torch",
 );
-const UNPACKED: Both = both(
+const ORDER: Both = both(
+    "the order of samples depends on seed and epoch only",
+    "样本的顺序只取决于种子和 epoch",
+);
+const DEQUANTIZED: Both = both(
     "quantized weights are dequantized to the format that --precision names",
     "压缩存储的权重会解压为 --precision 指定的格式",
 );
@@ -136,11 +140,11 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("ddp_static_graph", RANKS),
     ("log_level_replica", SCREEN),
     ("log_on_each_node", SCREEN),
-    ("bnb_4bit_compute_dtype", UNPACKED),
-    ("bnb_4bit_quant_storage", UNPACKED),
+    ("bnb_4bit_compute_dtype", DEQUANTIZED),
+    ("bnb_4bit_quant_storage", DEQUANTIZED),
     ("llm_int8_threshold", WEIGHTS_ALONE),
     ("llm_int8_has_fp16_weight", WEIGHTS_ALONE),
-    ("llm_int8_enable_fp32_cpu_offload", UNPACKED),
+    ("llm_int8_enable_fp32_cpu_offload", DEQUANTIZED),
     ("torch_compile", NO_PYTHON),
     ("torch_compile_backend", NO_PYTHON),
     ("torch_compile_mode", NO_PYTHON),
@@ -238,28 +242,19 @@ pub const RESTRICTED: &[Restricted] = &[
     Restricted {
         name: "group_by_length",
         neutral: &["false"],
-        reason: both(
-            "the order of samples depends on seed and epoch only",
-            "样本的顺序只取决于种子和 epoch",
-        ),
+        reason: ORDER,
         next: both("leave the flag out", "请去掉该参数"),
     },
     Restricted {
         name: "sortish_sampler",
         neutral: &["false"],
-        reason: both(
-            "the order of samples depends on seed and epoch only",
-            "样本的顺序只取决于种子和 epoch",
-        ),
+        reason: ORDER,
         next: both("leave the flag out", "请去掉该参数"),
     },
     Restricted {
         name: "train_sampling_strategy",
         neutral: &["random"],
-        reason: both(
-            "the order of samples depends on seed and epoch only",
-            "样本的顺序只取决于种子和 epoch",
-        ),
+        reason: ORDER,
         next: both("leave the flag out", "请去掉该参数"),
     },
     Restricted {

@@ -101,7 +101,8 @@ pub fn generate_watched(
 }
 
 /// Dry run of [`generate`] on the meta device, which has no values: the pass over all prompts, and then a
-/// single decoding pass with one new token for each prompt. `mlp_tiles` is as in [`GenerateOptions`]. `begin` runs before each pass and `end` after it.
+/// single decoding pass with one new token for each prompt. `mlp_tiles` is as in [`GenerateOptions`]. `begin` runs before
+/// each pass and `end` after it.
 ///
 /// # Errors
 /// As [`generate`], except for those of sampling.

@@ -18,7 +18,7 @@ fn values(path: &Path) -> BTreeMap<String, Vec<u8>> {
     names.map(read).collect()
 }
 
-/// A run on a quantized directory, one that packs while it loads and one on dequantized weights are one run; so are their merges.
+/// A run on a quantized directory, one that quantizes while it loads and one on dequantized weights are one run; so are their merges.
 #[test]
 fn quantized_and_dequantized_bases_train_the_same_adapters() {
     let site = Site::with_family("glm-4.1v-9b-thinking");
