@@ -11,6 +11,9 @@ pub(crate) enum Level {
     /// x86-64-v4: AVX-512 F, BW, DQ, VL.
     #[cfg(target_arch = "x86_64")]
     V4,
+    /// x86-64-v4 and AVX512-BF16. Only matrix products differ from [`Level::V4`].
+    #[cfg(target_arch = "x86_64")]
+    V4Bf16,
 }
 
 /// The highest level that this processor supports.
@@ -26,6 +29,7 @@ pub(crate) fn level() -> Level {
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
     match (v3, v4) {
+        (true, true) if is_x86_feature_detected!("avx512bf16") => Level::V4Bf16,
         (true, true) => Level::V4,
         (true, false) => Level::V3,
         _ => Level::Portable,
@@ -71,8 +75,10 @@ macro_rules! multiversion {
                 #[target_feature(enable = "avx2,fma,f16c")]
                 fn v3 $(<$($g: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body$(::<$($g),+>)?($($arg),*) }
                 match $crate::cpu::simd::level() {
-                    // SAFETY: the processor has every feature the function was compiled for.
-                    $crate::cpu::simd::Level::V4 => return unsafe { v4$(::<$($g),+>)?($($arg),*) },
+                    $crate::cpu::simd::Level::V4 | $crate::cpu::simd::Level::V4Bf16 => {
+                        // SAFETY: the processor has every feature the function was compiled for.
+                        return unsafe { v4$(::<$($g),+>)?($($arg),*) };
+                    }
                     // SAFETY: as above.
                     $crate::cpu::simd::Level::V3 => return unsafe { v3$(::<$($g),+>)?($($arg),*) },
                     $crate::cpu::simd::Level::Portable => {}

@@ -1,6 +1,8 @@
 //! Common part of the kernels of all instruction sets.
 
 use super::super::simd::Level;
+use super::Product;
+use crate::DType;
 
 /// Multiple of the panel height (rows of `a`) of every instruction set.
 pub(super) const ROW_STEP: usize = 24;
@@ -67,8 +69,47 @@ impl TileIo {
     }
 }
 
+/// Form of the packed operands of one product.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Form {
+    /// One f32 for each `k`.
+    Single,
+    /// One pair of bf16 for each two `k`, the first in the upper half, the order in which a dot product adds them.
+    Pair,
+}
+
+impl Form {
+    /// Elements of 32 bits that one lane of a panel of this depth has.
+    pub(super) fn steps(self, depth: usize) -> usize {
+        match self {
+            Self::Single => depth,
+            Self::Pair => depth.div_ceil(2),
+        }
+    }
+}
+
+/// Lower bound of the magnitudes of a packed operand that are not zero, as the upper 15 bits of an f32, minus one.
+///
+/// A dot product of bf16 takes subnormal numbers as zero and rounds them to zero, and otherwise it is a sequence of
+/// fused multiply-adds. So its bits are those of the definition if no subnormal number arises.
+pub(super) type Least = u16;
+
+/// [`Least`] of an operand that has only zeros.
+pub(super) const NO_LEAST: Least = Least::MAX;
+
+/// Whether a chain over operands with these bounds has normal operands, and no subnormal number as a partial sum.
+///
+/// An operand of exponent field `e >= 1` is a multiple of `2^(e - 134)`, since bf16 has seven bits of fraction. So
+/// partial sums are multiples of the product of two of these powers, and stay so when they are rounded. They are zero
+/// or at least as large, and `2^-126` is the least normal number.
+fn all_normal(a: Least, b: Least) -> bool {
+    let exponent = |least: Least| i32::from(least.saturating_add(1) >> 7);
+    let (a, b) = (exponent(a), exponent(b));
+    a > 0 && b > 0 && a - 134 + b - 134 >= -126
+}
+
 /// Kernel function `to = from + factor * a @ b` of one tile. Arguments: rows and columns (at most those of a panel),
-/// depth, panel of `a`, panel of `b`, factor, place.
+/// steps, panel of `a`, panel of `b`, factor, place.
 type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, TileIo);
 
 /// Matrix-product kernel for one CPU instruction set, with the size of its tile.
@@ -80,6 +121,21 @@ pub(super) struct Kernel {
     /// Columns per tile, and per panel of `b`.
     pub(super) cols: usize,
     tile: Tile,
+    /// Functions for operands of pairs: with dot products, and with f32 arithmetic.
+    pairs: Option<[Tile; 2]>,
+}
+
+/// Packed panels of both operands of one product.
+#[derive(Clone, Copy)]
+pub(super) struct Panels {
+    pub(super) form: Form,
+    /// Length of `k`.
+    pub(super) depth: usize,
+    pub(super) a: *const f32,
+    pub(super) b: *const f32,
+    /// Bounds of both operands. Only pairs use them.
+    pub(super) least: [Least; 2],
+    pub(super) factor: f32,
 }
 
 impl Kernel {
@@ -90,6 +146,7 @@ impl Kernel {
                 rows: super::portable::ROWS,
                 cols: super::portable::COLS,
                 tile: super::portable::tile,
+                pairs: None,
             },
             #[cfg(target_arch = "x86_64")]
             Level::V3 => Self {
@@ -97,14 +154,28 @@ impl Kernel {
                 rows: super::x86::avx2::ROWS,
                 cols: super::x86::avx2::COLS,
                 tile: super::x86::avx2::tile,
+                pairs: None,
             },
             #[cfg(target_arch = "x86_64")]
-            Level::V4 => Self {
+            Level::V4 | Level::V4Bf16 => Self {
                 level,
                 rows: super::x86::avx512::ROWS,
                 cols: super::x86::avx512::COLS,
-                tile: super::x86::avx512::tile,
+                tile: super::x86::avx512::tile::<super::x86::avx512::Single>,
+                pairs: (level == Level::V4Bf16).then_some([
+                    super::x86::avx512::tile::<super::x86::avx512::Dot>,
+                    super::x86::avx512::tile::<super::x86::avx512::Widened>,
+                ]),
             },
+        }
+    }
+
+    /// Form in which the operands of a product are packed.
+    pub(super) fn form(&self, p: &Product<'_>) -> Form {
+        let both = [p.a.data().dtype(), p.b.data().dtype()];
+        match self.pairs {
+            Some(_) if both == [DType::BF16; 2] => Form::Pair,
+            _ => Form::Single,
         }
     }
 
@@ -112,22 +183,31 @@ impl Kernel {
     /// of `a`.
     ///
     /// # Safety
-    /// The processor has the instructions of the level. `a` and `b` point to panels of depth `depth`. The rows of the
-    /// place exist, with `cols` elements each, and only this thread accesses those that are written.
+    /// The processor has the instructions of the level. The panels have the form and depth they claim. The rows of
+    /// the place exist, with `cols` elements each, and only this thread accesses those that are written.
     pub(super) unsafe fn column(
         &self,
-        (rows, cols, depth): (usize, usize, usize),
-        a: *const f32,
-        b: *const f32,
-        factor: f32,
+        (rows, cols): (usize, usize),
+        panels: Panels,
         place: TileIo,
     ) {
+        let steps = panels.form.steps(panels.depth);
+        let tile = match (panels.form, self.pairs) {
+            (Form::Pair, Some([dot, widened])) => {
+                if all_normal(panels.least[0], panels.least[1]) {
+                    dot
+                } else {
+                    widened
+                }
+            }
+            _ => self.tile,
+        };
         for row in (0..rows).step_by(self.rows) {
             let height = self.rows.min(rows - row);
-            // SAFETY: the caller's promises; a panel of `a` has `self.rows * depth` elements.
+            // SAFETY: the caller's promises; a panel of `a` has `self.rows * steps` elements.
             unsafe {
-                let (a, place) = (a.add(row * depth), place.down(row));
-                (self.tile)(height, cols, depth, a, b, factor, place);
+                let (a, place) = (panels.a.add(row * steps), place.down(row));
+                tile(height, cols, steps, a, panels.b, panels.factor, place);
             }
         }
     }

@@ -2,8 +2,9 @@
 //!
 //! An operand is `lanes × depth`: rows of `a` or columns of `b`, by `k`. Its lanes are cut into panels as wide as a
 //! tile. A panel stores its lanes side by side for each `k`. Missing lanes are zeros. 16-bit elements are converted
-//! to f32.
+//! to f32, or stay bf16 in pairs ([`Form`]).
 
+use super::kernel::{Form, Least, NO_LEAST};
 use crate::Float;
 use crate::cpu::matrix::{Floats, Matrix};
 use crate::cpu::simd::{Level, multiversion, prefetch};
@@ -18,17 +19,30 @@ const AHEAD_ROWS: usize = 8;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Packs `x [lanes, depth]` into panels of `width` lanes, at the front of `out`.
-pub(super) fn pack(level: Level, width: usize, x: Matrix<'_>, out: &mut [f32]) {
+/// Packs `x [lanes, depth]` into panels of `width` lanes, at the front of `out`. Returns the bound of a packed operand
+/// of pairs.
+pub(super) fn pack(
+    level: Level,
+    form: Form,
+    width: usize,
+    x: Matrix<'_>,
+    out: &mut [f32],
+) -> Least {
     if x.rows == 0 || x.cols == 0 {
-        return;
+        return NO_LEAST;
     }
-    let out = &mut out[..x.rows.next_multiple_of(width) * x.cols];
-    match x.data() {
-        Floats::F32(data) => pack_of(level, width, data, x, out),
-        Floats::BF16(data) => pack_of(level, width, data, x, out),
-        Floats::F16(data) => pack_of(level, width, data, x, out),
+    let out = &mut out[..x.rows.next_multiple_of(width) * form.steps(x.cols)];
+    match (form, x.data()) {
+        #[cfg(target_arch = "x86_64")]
+        (Form::Pair, Floats::BF16(data)) => {
+            return super::x86::pairs::pack(width, data, x, bytemuck::cast_slice_mut(out));
+        }
+        (Form::Pair, _) => unreachable!("only bf16 is packed in pairs"),
+        (Form::Single, Floats::F32(data)) => pack_of(level, width, data, x, out),
+        (Form::Single, Floats::BF16(data)) => pack_of(level, width, data, x, out),
+        (Form::Single, Floats::F16(data)) => pack_of(level, width, data, x, out),
     }
+    NO_LEAST
 }
 
 fn pack_of<T: Float>(level: Level, width: usize, data: &[T], x: Matrix<'_>, out: &mut [f32]) {
@@ -42,7 +56,9 @@ fn pack_of<T: Float>(level: Level, width: usize, data: &[T], x: Matrix<'_>, out:
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the processor has the instructions, and the assertion checks that the lanes are inside the slice.
-        Level::V4 => unsafe { across_v4(data, lane_stride, (x.rows, x.cols), width, out) },
+        Level::V4 | Level::V4Bf16 => unsafe {
+            across_v4(data, lane_stride, (x.rows, x.cols), width, out);
+        },
         _ => across(data, lane_stride, (x.rows, x.cols), width, out),
     }
 }

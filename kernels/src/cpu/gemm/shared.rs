@@ -3,13 +3,14 @@
 //! The output is cut into parts and `k` into runs of stretches, so a packed part of each operand has bounded size.
 //! Each run has two phases: packing, and multiplication of blocks of the output whose operands fit in the L2 cache.
 
-use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
+use super::kernel::{COL_STEP, Kernel, Least, NO_LEAST, Panels, ROW_STEP, Start, TileIo};
 use super::pack::pack;
 use super::{Depth, Product, even, whole_lines};
 use crate::cpu::matrix::narrow;
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
 use crate::cpu::simd::Level;
 use crate::{DType, Float};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 /// Maximum elements of a packed part of `a` (2 MiB).
 const LEFT: usize = 512 << 10;
@@ -98,8 +99,8 @@ struct Run {
     k: Range,
     rows: Range,
     cols: Range,
-    pack_left: bool,
-    pack_right: bool,
+    /// Numbers of the runs that pack its parts of `a` and `b`: this one or an earlier one.
+    packed_by: [usize; 2],
     /// Whether it is the first run of its part.
     first: bool,
     /// Whether it is the last run of its part.
@@ -140,15 +141,20 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
     };
     let mut all: Vec<Run> = Vec::new();
     let mut add = |rows: Range, cols: Range, (summand, k, ends): (usize, Range, bool)| {
-        let before = all.last();
-        let same = |r: &Run| r.summand == summand && r.k == k;
+        let (before, number) = (all.last(), all.len());
+        let same = |r: &&Run| r.summand == summand && r.k == k;
+        let rows_before = before.filter(|r| same(r) && r.rows == rows);
+        let cols_before = before.filter(|r| same(r) && r.cols == cols);
+        let packed_by = [
+            rows_before.map_or(number, |r| r.packed_by[0]),
+            cols_before.map_or(number, |r| r.packed_by[1]),
+        ];
         all.push(Run {
             summand,
             k,
             rows,
             cols,
-            pack_left: !before.is_some_and(|r| same(r) && r.rows == rows),
-            pack_right: !before.is_some_and(|r| same(r) && r.cols == cols),
+            packed_by,
             first: summand == 0 && k.first == 0,
             last: summand == sums && ends,
             block: block(rows.len, cols.len, k.len),
@@ -179,6 +185,8 @@ struct GemmJob<'a, T> {
     left: Shared<'a, f32>,
     right: Shared<'a, f32>,
     sums: Shared<'a, f32>,
+    /// Bounds of the parts of both operands that each run packs.
+    least: Vec<[AtomicU16; 2]>,
 }
 
 pub(super) fn run<T: Float>(
@@ -193,6 +201,8 @@ pub(super) fn run<T: Float>(
     let cuts = Cuts::new(m, n, &depths, T::DTYPE);
     let (left, rest) = space.split_at_mut(cuts.left);
     let (right, rest) = rest.split_at_mut(cuts.right);
+    let runs = runs(&cuts, products, T::DTYPE);
+    let bounds = || [NO_LEAST, NO_LEAST].map(AtomicU16::new);
     let job = GemmJob {
         kernel: Kernel::of(level),
         products,
@@ -202,13 +212,13 @@ pub(super) fn run<T: Float>(
         left: Shared::new(left),
         right: Shared::new(right),
         sums: Shared::new(&mut rest[..cuts.sums]),
+        least: runs.iter().map(|_| bounds()).collect(),
     };
-    let runs = runs(&cuts, products, T::DTYPE);
     // Even phases pack, odd phases multiply.
     let tasks = |phase: usize| {
         let run = &runs[phase / 2];
         if phase.is_multiple_of(2) {
-            job.packs(run).count()
+            job.packs(phase / 2, run).count()
         } else {
             let (height, width) = run.block;
             run.rows.len.div_ceil(height) * run.cols.len.div_ceil(width)
@@ -217,7 +227,7 @@ pub(super) fn run<T: Float>(
     parallel::run_phases(2 * runs.len(), tasks, cuts.parallel, |phase, i| {
         let run = &runs[phase / 2];
         if phase.is_multiple_of(2) {
-            job.pack(run, i);
+            job.pack(phase / 2, run, i);
         } else {
             job.block(run, i);
         }
@@ -239,7 +249,8 @@ impl<T: Float> GemmJob<'_, T> {
         ranges(len, step)
     }
 
-    fn packs(&self, run: &Run) -> impl Iterator<Item = Packing> {
+    /// Packing tasks of run `number`.
+    fn packs(&self, number: usize, run: &Run) -> impl Iterator<Item = Packing> {
         let side = |left: bool, wanted: bool, lanes: usize, step: usize| {
             let stretches = self.stretches(run).filter(move |_| wanted);
             stretches.flat_map(move |stretch| {
@@ -251,20 +262,16 @@ impl<T: Float> GemmJob<'_, T> {
                 })
             })
         };
-        side(true, run.pack_left, run.rows.len, ROW_STEP).chain(side(
-            false,
-            run.pack_right,
-            run.cols.len,
-            COL_STEP,
-        ))
+        let [left, right] = run.packed_by.map(|by| by == number);
+        side(true, left, run.rows.len, ROW_STEP).chain(side(false, right, run.cols.len, COL_STEP))
     }
 
-    fn pack(&self, run: &Run, task: usize) {
+    fn pack(&self, number: usize, run: &Run, task: usize) {
         let Some(Packing {
             left,
             stretch,
             lanes,
-        }) = self.packs(run).nth(task)
+        }) = self.packs(number, run).nth(task)
         else {
             return;
         };
@@ -285,10 +292,20 @@ impl<T: Float> GemmJob<'_, T> {
                 &self.right,
             )
         };
-        let at = stretch.first * all.next_multiple_of(step) + lanes.first * stretch.len;
-        let len = lanes.len.next_multiple_of(width) * stretch.len;
+        let form = self.kernel.form(p);
+        let (before, steps) = (form.steps(stretch.first), form.steps(stretch.len));
+        let at = before * all.next_multiple_of(step) + lanes.first * steps;
+        let len = lanes.len.next_multiple_of(width) * steps;
         // SAFETY: tasks pack disjoint parts, and nothing reads them before the phase ends.
-        pack(self.kernel.level, width, x, unsafe { packed.part(at, len) });
+        let out = unsafe { packed.part(at, len) };
+        let least = pack(self.kernel.level, form, width, x, out);
+        self.least[number][usize::from(!left)].fetch_min(least, Ordering::Relaxed);
+    }
+
+    /// Bounds of both packed parts of a run.
+    fn least(&self, run: &Run) -> [Least; 2] {
+        // Packing ended, and its phase with it, before a block reads them.
+        [0, 1].map(|side| self.least[run.packed_by[side]][side].load(Ordering::Relaxed))
     }
 
     fn block(&self, run: &Run, task: usize) {
@@ -311,21 +328,29 @@ impl<T: Float> GemmJob<'_, T> {
             run.rows.len.next_multiple_of(ROW_STEP),
             run.cols.len.next_multiple_of(COL_STEP),
         );
-        let factor = self.products[run.summand].factor;
+        let p = &self.products[run.summand];
+        let (form, least) = (self.kernel.form(p), self.least(run));
         for (i, stretch) in self.stretches(run).enumerate() {
-            let depth = stretch.len;
-            let a = self.left.at(stretch.first * all_rows + row * depth);
-            let b = self.right.at(stretch.first * all_cols + col * depth);
+            let (before, steps) = (form.steps(stretch.first), form.steps(stretch.len));
+            let a = self.left.at(before * all_rows + row * steps);
+            let b = self.right.at(before * all_cols + col * steps);
             for j in (0..cols).step_by(self.kernel.cols) {
                 let wide = self.kernel.cols.min(cols - j);
                 // SAFETY: column `j` of the block, which is inside the output or the sums.
                 let to = unsafe { to.add(j) };
                 let place = TileIo::new(to, stride, self.start, run.first && i == 0, at_col + j);
-                // SAFETY: packing ended before this phase began, panels of `b` have depth `depth`, and blocks of
-                // different tasks are disjoint.
+                // SAFETY: packing ended before this phase began, each column of a panel of `b` has `steps` elements, and
+                // blocks of different tasks are disjoint.
                 unsafe {
-                    let b = b.add(j * depth);
-                    self.kernel.column((rows, wide, depth), a, b, factor, place);
+                    let panels = Panels {
+                        form,
+                        depth: stretch.len,
+                        a,
+                        b: b.add(j * steps),
+                        least,
+                        factor: p.factor,
+                    };
+                    self.kernel.column((rows, wide), panels, place);
                 }
             }
         }

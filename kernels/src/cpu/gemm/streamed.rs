@@ -2,7 +2,7 @@
 //!
 //! One row reads the columns of a weight [`in_place`]: packing them would take longer than the products.
 
-use super::kernel::{COL_STEP, Kernel, ROW_STEP, Start, TileIo};
+use super::kernel::{COL_STEP, Form, Kernel, Least, NO_LEAST, Panels, ROW_STEP, Start, TileIo};
 use super::pack::pack;
 use super::{Depth, Product, STRETCH, stretches, whole_lines};
 use crate::cpu::matrix::narrow;
@@ -57,8 +57,16 @@ fn in_place(level: Level, p: &Product<'_>) -> bool {
     level > Level::Portable && one_row && columns
 }
 
-/// Packs each `a` as a whole, one after the other.
-fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
+/// Operands `a` of all products, packed one after the other.
+struct Left<'s> {
+    packed: &'s [f32],
+    /// Bound of each operand of pairs, in order.
+    least: Vec<Least>,
+}
+
+/// Packs each `a` as a whole. `space` has [`left_space`] elements.
+fn pack_left<'s>(kernel: &Kernel, products: &[Product<'_>], space: &'s mut [f32]) -> Left<'s> {
+    let (mut out, mut least) = (&mut *space, Vec::new());
     for p in products {
         let height = p.a.rows.next_multiple_of(ROW_STEP);
         if in_place(kernel.level, p) {
@@ -66,12 +74,20 @@ fn pack_left(kernel: &Kernel, products: &[Product<'_>], mut out: &mut [f32]) {
             out = &mut out[height * p.a.cols..];
             continue;
         }
+        let form = kernel.form(p);
+        let mut bound = NO_LEAST;
         for (first, depth) in stretches(p.a.cols, p.depth().stretch()) {
             let part = p.a.part(0, first, p.a.rows, depth);
-            pack(kernel.level, kernel.rows, part, &mut out[first * height..]);
+            let out = &mut out[form.steps(first) * height..];
+            bound = bound.min(pack(kernel.level, form, kernel.rows, part, out));
+        }
+        if form == Form::Pair {
+            least.push(bound);
         }
         out = &mut out[height * p.a.cols..];
     }
+    let packed = space;
+    Left { packed, least }
 }
 
 /// Adds the products to the `cols` columns from `col` on, at most one panel wide.
@@ -83,17 +99,22 @@ unsafe fn column(
     kernel: &Kernel,
     products: &[Product<'_>],
     start: Start<'_>,
-    left: &[f32],
+    left: &Left<'_>,
     (col, cols): (usize, usize),
     to: *mut f32,
     stride: usize,
     space: &mut [f32],
 ) {
-    let (mut left, mut first) = (left, true);
+    let (mut packed, mut bounds, mut first) = (left.packed, left.least.iter(), true);
     for p in products {
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
         let in_place = in_place(kernel.level, p);
+        let form = kernel.form(p);
+        let bound = match form {
+            Form::Pair if !in_place => bounds.next().copied().unwrap_or(0),
+            _ => NO_LEAST,
+        };
         for (at, depth) in stretches(k, p.depth().stretch()) {
             let part = p.b.part(at, col, depth, cols).transposed();
             let place = TileIo::new(to, stride, start, first, col);
@@ -101,15 +122,22 @@ unsafe fn column(
             #[cfg(target_arch = "x86_64")]
             if in_place {
                 // SAFETY: the processor has the instructions; the caller's promise.
-                unsafe { super::x86::row::row(part, &left[at..][..depth], p.factor, place) };
+                unsafe { super::x86::row::row(part, &packed[at..][..depth], p.factor, place) };
                 continue;
             }
-            pack(kernel.level, kernel.cols, part, space);
-            let a = left[at * height..].as_ptr();
+            let least = pack(kernel.level, form, kernel.cols, part, space);
+            let panels = Panels {
+                form,
+                depth,
+                a: packed[form.steps(at) * height..].as_ptr(),
+                b: space.as_ptr(),
+                least: [bound, least],
+                factor: p.factor,
+            };
             // SAFETY: both operands are packed for this depth; the caller's promise.
-            unsafe { kernel.column((m, cols, depth), a, space.as_ptr(), p.factor, place) };
+            unsafe { kernel.column((m, cols), panels, place) };
         }
-        left = &left[height * k..];
+        packed = &packed[height * k..];
     }
 }
 
@@ -125,8 +153,7 @@ pub(super) fn run<T: Float>(
     let depth: usize = products.iter().map(|p| p.a.cols).sum();
     let deepest = products.iter().map(|p| p.a.cols).max().unwrap_or(0);
     let (left, scratch) = space.split_at_mut(left_space(m, depth));
-    pack_left(&kernel, products, left);
-    let left = &*left;
+    let left = &pack_left(&kernel, products, left);
     let (wide, tasks) = tasks(m, n, depth);
     let read = products.iter().filter(|p| in_place(level, p));
     let read: usize = read
@@ -169,7 +196,7 @@ pub(super) fn here(
     let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
     let products = std::slice::from_ref(product);
     let (left, space) = space.split_at_mut(left_space(m, k));
-    pack_left(&kernel, products, left);
+    let left = &pack_left(&kernel, products, left);
     for col in (0..n).step_by(kernel.cols) {
         let cols = kernel.cols.min(n - col);
         let to = out[col..].as_mut_ptr();

@@ -31,6 +31,21 @@ impl Values {
         Self { wide, brain, half }
     }
 
+    /// Values of bf16 of every magnitude below one, with zeros and subnormal numbers.
+    fn of_any_magnitude(n: usize, seed: &mut u64) -> Self {
+        let mut draw = || {
+            *seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let bits = (*seed >> 40) as u16;
+            bf16::from_bits((bits & 0x807f) | (bits >> 7 & 0x7f) << 7)
+        };
+        let brain: Vec<bf16> = (0..n).map(|_| draw()).collect();
+        let wide: Vec<f32> = brain.iter().map(|x| x.to_f32()).collect();
+        let half = wide.iter().map(|x| f16::from_f32(*x)).collect();
+        Self { wide, brain, half }
+    }
+
     fn matrix(&self, dtype: DType, rows: usize, cols: usize, transposed: bool) -> Matrix<'_> {
         let data = match dtype {
             DType::BF16 => Floats::BF16(&self.brain),
@@ -71,7 +86,7 @@ fn element(products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
 fn levels() -> Vec<Level> {
     let mut all = vec![Level::Portable];
     #[cfg(target_arch = "x86_64")]
-    all.extend([Level::V3, Level::V4]);
+    all.extend([Level::V3, Level::V4, Level::V4Bf16]);
     all.retain(|l| *l <= level());
     all
 }
@@ -192,6 +207,28 @@ proptest! {
             .collect();
         let bias = Values::new(n, &mut seed).wide;
         check(&products, with_bias.then_some(&bias[..]), out, accumulate);
+    }
+}
+
+/// A dot product of bf16 flushes subnormal numbers. The kernels must not, whichever operand has small numbers.
+#[test]
+fn products_of_small_numbers_have_the_bits_of_the_definition() {
+    let mut seed = 13;
+    for (m, n, k) in [(5, 50, 33), (40, 60, 300), (1, 9, 31)] {
+        let sizes = [m * k, k * n];
+        let common = sizes.map(|len| Values::new(len, &mut seed));
+        let small = sizes.map(|len| Values::of_any_magnitude(len, &mut seed));
+        for (a, b) in [
+            (&small[0], &small[1]),
+            (&common[0], &small[1]),
+            (&small[0], &common[1]),
+        ] {
+            for transposed in [false, true] {
+                let a = a.matrix(DType::BF16, m, k, transposed);
+                let b = b.matrix(DType::BF16, k, n, !transposed);
+                check(&[Product::new(a, b, 1.0)], None, DType::F32, false);
+            }
+        }
     }
 }
 

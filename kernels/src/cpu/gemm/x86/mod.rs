@@ -2,5 +2,6 @@
 
 pub(super) mod avx2;
 pub(super) mod avx512;
+pub(super) mod pairs;
 pub(super) mod row;
 pub(super) mod square;
