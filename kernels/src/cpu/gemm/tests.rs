@@ -9,6 +9,7 @@ use crate::cpu::simd::{Level, level};
 use crate::{DType, Float};
 use half::{bf16, f16};
 use proptest::prelude::*;
+use std::ops::Range;
 
 /// Values of one operand, in each element type.
 struct Values {
@@ -31,14 +32,15 @@ impl Values {
         Self { wide, brain, half }
     }
 
-    /// Values of bf16 of every magnitude below one, with zeros and subnormal numbers.
-    fn of_any_magnitude(n: usize, seed: &mut u64) -> Self {
+    /// Values of bf16 with exponent fields in this range. Zero is that of zeros and subnormal numbers.
+    fn with_exponents(range: Range<u16>, n: usize, seed: &mut u64) -> Self {
         let mut draw = || {
             *seed = seed
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            let bits = (*seed >> 40) as u16;
-            bf16::from_bits((bits & 0x807f) | (bits >> 7 & 0x7f) << 7)
+            let (sign, bits) = ((*seed >> 63) as u16, (*seed >> 40) as u16);
+            let exponent = range.start + (bits >> 7) % range.len() as u16;
+            bf16::from_bits(sign << 15 | exponent << 7 | bits & 0x7f)
         };
         let brain: Vec<bf16> = (0..n).map(|_| draw()).collect();
         let wide: Vec<f32> = brain.iter().map(|x| x.to_f32()).collect();
@@ -210,25 +212,58 @@ proptest! {
     }
 }
 
-/// A dot product of bf16 flushes subnormal numbers. The kernels must not, whichever operand has small numbers.
+/// A dot product of bf16 takes subnormal numbers as zeros and makes zeros of them. The kernels must not, whether they
+/// are operands or sums.
 #[test]
-fn products_of_small_numbers_have_the_bits_of_the_definition() {
+fn products_near_the_least_normal_number_have_the_bits_of_the_definition() {
     let mut seed = 13;
-    for (m, n, k) in [(5, 50, 33), (40, 60, 300), (1, 9, 31)] {
-        let sizes = [m * k, k * n];
-        let common = sizes.map(|len| Values::new(len, &mut seed));
-        let small = sizes.map(|len| Values::of_any_magnitude(len, &mut seed));
-        for (a, b) in [
-            (&small[0], &small[1]),
-            (&common[0], &small[1]),
-            (&small[0], &common[1]),
-        ] {
+    // The sum of two fields less 254 is the exponent of a product.
+    for (left, right) in [
+        (0..1, 240..250),
+        (240..250, 0..1),
+        (60..64, 60..70),
+        (67..69, 67..70),
+        (71..72, 71..72),
+        (100..110, 110..120),
+    ] {
+        for (m, n, k) in [(5, 50, 33), (40, 60, 300), (1, 9, 31)] {
+            let left = Values::with_exponents(left.clone(), m * k, &mut seed);
+            let right = Values::with_exponents(right.clone(), k * n, &mut seed);
             for transposed in [false, true] {
-                let a = a.matrix(DType::BF16, m, k, transposed);
-                let b = b.matrix(DType::BF16, k, n, !transposed);
+                let a = left.matrix(DType::BF16, m, k, transposed);
+                let b = right.matrix(DType::BF16, k, n, !transposed);
                 check(&[Product::new(a, b, 1.0)], None, DType::F32, false);
             }
         }
+    }
+}
+
+/// Two products of fifteen significant bits cancel except for the last bit, the least that a sum can be.
+#[test]
+fn the_least_sum_of_two_products_has_the_bits_of_the_definition() {
+    let power = |exponent: i32| f32::from_bits(((exponent + 127) as u32) << 23);
+    for least in -130..=-122 {
+        let (left, right) = (power(-50), power(least + 14 + 50));
+        // Two equal rows: one row would not be packed.
+        let all = |x: [f32; 2]| Values {
+            wide: x.repeat(2),
+            brain: x.map(bf16::from_f32).repeat(2),
+            half: vec![f16::ZERO; 4],
+        };
+        let a = all([left * (1.0 + power(-7)), -left * (1.0 + power(-6))]);
+        let b = all([right * (1.0 + power(-7)), right]);
+        let product = Product::new(
+            a.matrix(DType::BF16, 2, 2, false),
+            b.matrix(DType::BF16, 2, 1, false),
+            1.0,
+        );
+        let want = f32::from_bits(if least < -126 {
+            1 << (least + 149)
+        } else {
+            ((least + 127) as u32) << 23
+        });
+        assert_eq!(element(&[product], 0.0, 0, 0), want);
+        check(&[product], None, DType::F32, false);
     }
 }
 
