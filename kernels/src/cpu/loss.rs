@@ -164,24 +164,18 @@ impl<'a> Head<'a> {
             .map(move |first| (first, cols.min(v - first)))
     }
 
-    fn gather(&self, rows: &[usize], out: &mut [f32]) {
+    /// Copies these rows of the hidden states to the front of `space`, in their own dtype.
+    fn gather<'s>(&self, rows: &[usize], space: &'s mut [f32]) -> Matrix<'s> {
         let c = self.cuts.c;
-        parallel::chunks(out, c, |start, out| {
-            for (out, row) in out.chunks_exact_mut(c).zip(&rows[start / c..]) {
-                self.hidden.widen(row * c, out);
-            }
-        });
+        let floats = match self.hidden {
+            Floats::F32(x) => Floats::F32(gather_rows(x, rows, c, space)),
+            Floats::BF16(x) => Floats::BF16(gather_rows(x, rows, c, space)),
+            Floats::F16(x) => Floats::F16(gather_rows(x, rows, c, space)),
+        };
+        Matrix::new(floats, rows.len(), c)
     }
 
-    fn logits(
-        &self,
-        h: &[f32],
-        rows: usize,
-        tile: (usize, usize),
-        out: &mut [f32],
-        ws: &mut [f32],
-    ) {
-        let hidden = Matrix::new(Floats::F32(h), rows, self.cuts.c);
+    fn logits(&self, hidden: Matrix<'_>, tile: (usize, usize), out: &mut [f32], ws: &mut [f32]) {
         let weight = self.weight.row_range(tile.0, tile.1).transposed();
         let product = Product::new(hidden, weight, 1.0);
         multiply(&[product], None, into(out, false), ws);
@@ -199,14 +193,14 @@ impl<'a> Head<'a> {
     fn statistics(
         &self,
         rows: &[usize],
-        h: &[f32],
+        hidden: Matrix<'_>,
         logits: &mut [f32],
         ws: &mut [f32],
     ) -> Vec<Running> {
         let mut running = vec![START; rows.len()];
         for tile in self.tiles() {
             let logits = &mut logits[..rows.len() * tile.1];
-            self.logits(h, rows.len(), tile, logits, ws);
+            self.logits(hidden, tile, logits, ws);
             for_rows(logits, &mut running, tile.1, |i, logits, running| {
                 update(logits, running);
                 if let Some(label) = self.label_in(rows[i], tile) {
@@ -216,6 +210,17 @@ impl<'a> Head<'a> {
         }
         running
     }
+}
+
+/// Copies the rows `rows` of `x`, `c` elements each, to the front of `space`.
+fn gather_rows<'s, T: Float>(x: &[T], rows: &[usize], c: usize, space: &'s mut [f32]) -> &'s [T] {
+    let out = &mut bytemuck::cast_slice_mut::<f32, T>(space)[..rows.len() * c];
+    parallel::chunks(out, c, |start, out| {
+        for (out, row) in out.chunks_exact_mut(c).zip(&rows[start / c..]) {
+            out.copy_from_slice(&x[row * c..][..c]);
+        }
+    });
+    out
 }
 
 fn into(data: &mut [f32], accumulate: bool) -> Out<'_> {
@@ -280,8 +285,7 @@ impl CpuBackend {
         let (logits, ws) = rest.split_at_mut(rows * cols);
         let out = losses.as_mut_slice::<f32>();
         for chunk in head.rows.chunks(rows) {
-            let h = &mut h[..chunk.len() * c];
-            head.gather(chunk, h);
+            let h = head.gather(chunk, h);
             for (row, stats) in chunk.iter().zip(head.statistics(chunk, h, logits, ws)) {
                 out[*row] = stats.loss();
             }
@@ -354,8 +358,7 @@ impl Head<'_> {
         let (dh, ws) = rest.split_at_mut(d_rows);
         for (number, chunk) in self.rows.chunks(rows).enumerate() {
             let n = chunk.len();
-            let h = &mut h[..n * c];
-            self.gather(chunk, h);
+            let h = self.gather(chunk, h);
             let mut stats = self.statistics(chunk, h, logits, ws);
             for (row, stats) in chunk.iter().zip(&stats) {
                 losses[*row] = stats.loss();
@@ -363,7 +366,7 @@ impl Head<'_> {
             for tile in self.tiles() {
                 let logits = &mut logits[..n * tile.1];
                 if cols < v {
-                    self.logits(h, n, tile, logits, ws);
+                    self.logits(h, tile, logits, ws);
                 }
                 for_rows(logits, &mut stats, tile.1, |i, logits, stats| {
                     scaled_softmax(logits, stats.log_sum() as f32, factor);
@@ -380,9 +383,8 @@ impl Head<'_> {
                 if let Some(d_weight) = d_weight {
                     let out = &mut d_weight[tile.0 * c..][..tile.1 * c];
                     let a = grad.transposed();
-                    let b = Matrix::new(Floats::F32(h), n, c);
                     let out = into(out, number > 0);
-                    multiply(&[Product::new(a, b, 1.0)], None, out, ws);
+                    multiply(&[Product::new(a, h, 1.0)], None, out, ws);
                 }
             }
             if let Some(d_hidden) = d_hidden {

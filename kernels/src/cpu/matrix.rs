@@ -68,48 +68,6 @@ multiversion! {
     }
 }
 
-/// View of an f32 matrix with a row stride and a column stride.
-#[derive(Clone, Copy)]
-pub(crate) struct Dense<'a> {
-    pub(crate) data: &'a [f32],
-    pub(crate) row_stride: usize,
-    pub(crate) col_stride: usize,
-}
-
-impl<'a> Dense<'a> {
-    pub(crate) fn row_major(data: &'a [f32], cols: usize) -> Self {
-        Self {
-            data,
-            row_stride: cols,
-            col_stride: 1,
-        }
-    }
-
-    pub(crate) fn transposed(self) -> Self {
-        Self {
-            data: self.data,
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-        }
-    }
-
-    /// The view that starts at element (`row`, `col`).
-    pub(crate) fn at(self, row: usize, col: usize) -> Self {
-        let start = row * self.row_stride + col * self.col_stride;
-        Self {
-            data: &self.data[start.min(self.data.len())..],
-            ..self
-        }
-    }
-
-    /// Whether `rows` × `cols` elements are inside the slice.
-    pub(crate) fn holds(&self, rows: usize, cols: usize) -> bool {
-        rows == 0
-            || cols == 0
-            || (rows - 1) * self.row_stride + (cols - 1) * self.col_stride < self.data.len()
-    }
-}
-
 /// View of a matrix of any float type. One of its two strides is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
@@ -147,15 +105,11 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Matrix of the given size over a view whose rows or columns are contiguous.
-    pub(crate) fn dense(x: Dense<'a>, rows: usize, cols: usize) -> Self {
-        assert!(x.holds(rows, cols), "[{rows}, {cols}] of {}", x.data.len());
+    /// View of `rows` × `cols` elements with contiguous rows, `stride` elements apart.
+    pub(crate) fn strided(data: Floats<'a>, rows: usize, cols: usize, stride: usize) -> Self {
         Self {
-            data: Floats::F32(x.data),
-            rows,
-            cols,
-            row_stride: x.row_stride,
-            col_stride: x.col_stride,
+            row_stride: stride,
+            ..Self::new(data, rows, cols)
         }
     }
 

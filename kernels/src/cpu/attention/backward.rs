@@ -3,12 +3,12 @@
 
 use super::{
     BACKWARD_SCRATCH, Head, K_TILE, Q_TILE, Sequence, Tile, flops, products_space, sequences,
-    tile_extents, widened,
+    tile_extents,
 };
 use crate::backend::{AttentionArgs, AttentionGrads, AttentionOut};
 use crate::check::AttentionSizes;
 use crate::cpu::gemm::multiply_here;
-use crate::cpu::matrix::{Dense, Floats, narrow};
+use crate::cpu::matrix::{Floats, Matrix, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
 use crate::cpu::{CpuBackend, Space, floats, math, reduce};
@@ -17,13 +17,8 @@ use crate::{Float, Tensor};
 
 fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
     let (queries, keys) = tile_extents(args);
-    let dtype = args.q.dtype();
     let longest = sequences(args).iter().map(|s| s.keys).max().unwrap_or(0);
-    2 * longest * d
-        + queries * (2 * keys + d)
-        + 2 * widened(dtype, queries, d)
-        + 2 * widened(dtype, keys, d)
-        + products_space(queries, keys, d, true)
+    2 * longest * d + queries * (2 * keys + d) + products_space(queries, keys, d, true)
 }
 
 /// Elements of workspace: one scratch buffer per thread, on few enough threads to stay below the limit.
@@ -91,15 +86,11 @@ struct Scratch<'s> {
     p: &'s mut [f32],
     dp: &'s mut [f32],
     dq: &'s mut [f32],
-    q: &'s mut [f32],
-    dout: &'s mut [f32],
-    k: &'s mut [f32],
-    v: &'s mut [f32],
     packed: &'s mut [f32],
 }
 
 impl<'s> Scratch<'s> {
-    fn new<T: Float>(args: &AttentionArgs<'_>, keys: usize, d: usize, all: &'s mut [f32]) -> Self {
+    fn new(args: &AttentionArgs<'_>, keys: usize, d: usize, all: &'s mut [f32]) -> Self {
         let (q_tile, k_tile) = tile_extents(args);
         let mut rest = all;
         let mut take = |len: usize| {
@@ -111,17 +102,12 @@ impl<'s> Scratch<'s> {
         dk.fill(0.0);
         dv.fill(0.0);
         let (p, dp) = (take(q_tile * k_tile), take(q_tile * k_tile));
-        let wide = |rows| widened(T::DTYPE, rows, d);
         Self {
             dk,
             dv,
             p,
             dp,
             dq: take(q_tile * d),
-            q: take(wide(q_tile)),
-            dout: take(wide(q_tile)),
-            k: take(wide(k_tile)),
-            v: take(wide(k_tile)),
             packed: take(products_space(q_tile, k_tile, d, true)),
         }
     }
@@ -130,7 +116,7 @@ impl<'s> Scratch<'s> {
 impl<T: Float> Run<'_, T> {
     fn key_head(&self, sequence: Sequence, kv_head: usize, scratch: &mut [f32]) {
         let AttentionSizes { h, g, d, .. } = self.sizes;
-        let mut scratch = Scratch::new::<T>(self.args, sequence.keys, d, scratch);
+        let mut scratch = Scratch::new(self.args, sequence.keys, d, scratch);
         for head in kv_head * (h / g)..(kv_head + 1) * (h / g) {
             for first in (0..sequence.queries).step_by(Q_TILE) {
                 self.query_tile(sequence, kv_head, head, first, &mut scratch);
@@ -163,14 +149,14 @@ impl<T: Float> Run<'_, T> {
         };
         let (k, v) = (view(args.k, g, kv_head), view(args.v, g, kv_head));
         let row = sequence.q_start + first;
-        let q = view(args.q, h, head).rows(row, rows, scratch.q);
-        let dout = view(self.dout, h, head).rows(row, rows, scratch.dout);
+        let q = view(args.q, h, head).rows(row, rows);
+        let dout = view(self.dout, h, head).rows(row, rows);
         let mut lse = [0.0; Q_TILE];
         let mut delta = [0.0; Q_TILE];
         for i in 0..rows {
             lse[i] = self.lse[(row + i) * h + head];
-            let out = &self.out[((row + i) * h + head) * d..][..d];
-            delta[i] = row_product(out, &dout.at(i, 0).data[..d]);
+            let at = ((row + i) * h + head) * d;
+            delta[i] = row_product(&self.out[at..][..d], &self.dout.as_slice::<T>()[at..][..d]);
         }
         let dq = &mut scratch.dq[..rows * d];
         dq.fill(0.0);
@@ -183,12 +169,11 @@ impl<T: Float> Run<'_, T> {
                 q: (first, rows),
                 k: (key, keys),
             };
-            let k = k.rows(sequence.k_start + key, keys, scratch.k);
-            let v = v.rows(sequence.k_start + key, keys, scratch.v);
+            let k = k.rows(sequence.k_start + key, keys);
+            let v = v.rows(sequence.k_start + key, keys);
             let p = &mut scratch.p[..rows * keys];
             let dp = &mut scratch.dp[..rows * keys];
             multiply_here(
-                (rows, keys, d),
                 q,
                 k.transposed(),
                 args.scale,
@@ -196,31 +181,14 @@ impl<T: Float> Run<'_, T> {
                 p,
                 &mut *scratch.packed,
             );
-            multiply_here(
-                (rows, keys, d),
-                dout,
-                v.transposed(),
-                1.0,
-                false,
-                dp,
-                &mut *scratch.packed,
-            );
+            multiply_here(dout, v.transposed(), 1.0, false, dp, &mut *scratch.packed);
             softmax_backward(tile, &lse, &delta, p, dp);
-            let (p, ds) = (Dense::row_major(p, keys), Dense::row_major(dp, keys));
+            let [p, ds] = [&*p, &*dp].map(|x| Matrix::new(Floats::F32(x), rows, keys));
             let part = key * d..(key + keys) * d;
             let dv = &mut scratch.dv[part.clone()];
-            multiply_here(
-                (keys, d, rows),
-                p.transposed(),
-                dout,
-                1.0,
-                true,
-                dv,
-                &mut *scratch.packed,
-            );
+            multiply_here(p.transposed(), dout, 1.0, true, dv, &mut *scratch.packed);
             let dk = &mut scratch.dk[part];
             multiply_here(
-                (keys, d, rows),
                 ds.transposed(),
                 q,
                 args.scale,
@@ -228,15 +196,7 @@ impl<T: Float> Run<'_, T> {
                 dk,
                 &mut *scratch.packed,
             );
-            multiply_here(
-                (rows, d, keys),
-                ds,
-                k,
-                args.scale,
-                true,
-                dq,
-                &mut *scratch.packed,
-            );
+            multiply_here(ds, k, args.scale, true, dq, &mut *scratch.packed);
         }
         for i in 0..rows {
             // SAFETY: this task alone writes these rows of the query heads that share its key/value head.
@@ -247,7 +207,7 @@ impl<T: Float> Run<'_, T> {
 }
 
 multiversion! {
-    fn row_product<T: Float>(out: &[T], dout: &[f32]) -> f32 {
+    fn row_product<T: Float>(out: &[T], dout: &[T]) -> f32 {
         reduce::sum2(out, dout, |a, b| a * b)
     }
 }

@@ -1,13 +1,11 @@
 //! Attention forward with an online softmax.
 #![allow(unsafe_code, reason = "heads interleave in the output")]
 
-use super::{
-    Head, K_TILE, Q_TILE, Sequence, Tile, flops, products_space, sequences, tile_extents, widened,
-};
+use super::{Head, K_TILE, Q_TILE, Sequence, Tile, flops, products_space, sequences, tile_extents};
 use crate::backend::{AttentionArgs, AttentionOut};
 use crate::check::AttentionSizes;
 use crate::cpu::gemm::multiply_here;
-use crate::cpu::matrix::{Dense, Floats, narrow};
+use crate::cpu::matrix::{Floats, Matrix, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
 use crate::cpu::{CpuBackend, Space, floats, math, reduce};
@@ -28,11 +26,7 @@ fn tasks(args: &AttentionArgs<'_>, h: usize) -> Vec<(Sequence, usize, usize)> {
 
 fn scratch(args: &AttentionArgs<'_>, d: usize) -> usize {
     let (queries, keys) = tile_extents(args);
-    let dtype = args.q.dtype();
-    queries * (keys + d + 2)
-        + widened(dtype, queries, d)
-        + widened(dtype, keys, d)
-        + products_space(queries, keys, d, false)
+    queries * (keys + d + 2) + products_space(queries, keys, d, false)
 }
 
 /// Elements of workspace: one scratch buffer per thread.
@@ -86,8 +80,7 @@ impl<T: Float> Run<'_, T> {
         let (sums, scratch) = scratch.split_at_mut(q_tile * d);
         let (maxima, scratch) = scratch.split_at_mut(q_tile);
         let (totals, scratch) = scratch.split_at_mut(q_tile);
-        let (packed, scratch) = scratch.split_at_mut(products_space(q_tile, k_tile, d, false));
-        let (q_space, kv_space) = scratch.split_at_mut(widened(T::DTYPE, q_tile, d));
+        let packed = &mut scratch[..products_space(q_tile, k_tile, d, false)];
         let (sums, maxima, totals) = (
             &mut sums[..rows * d],
             &mut maxima[..rows],
@@ -104,7 +97,7 @@ impl<T: Float> Run<'_, T> {
         };
         let kv_head = head / (h / g);
         let (k, v) = (view(args.k, g, kv_head), view(args.v, g, kv_head));
-        let q = view(args.q, h, head).rows(sequence.q_start + first, rows, q_space);
+        let q = view(args.q, h, head).rows(sequence.q_start + first, rows);
         let visible = sequence.visible(first + rows - 1, args.causal);
         for key in (0..visible).step_by(K_TILE) {
             // A tile's size does not depend on the mask, so neither do the bits.
@@ -116,12 +109,12 @@ impl<T: Float> Run<'_, T> {
                 k: (key, keys),
             };
             let scores = &mut scores[..rows * keys];
-            let kt = k.rows(sequence.k_start + key, keys, kv_space).transposed();
-            multiply_here((rows, keys, d), q, kt, args.scale, false, scores, packed);
+            let kt = k.rows(sequence.k_start + key, keys).transposed();
+            multiply_here(q, kt, args.scale, false, scores, packed);
             softmax_tile(tile, scores, maxima, totals, sums);
-            let v = v.rows(sequence.k_start + key, keys, kv_space);
-            let p = Dense::row_major(scores, keys);
-            multiply_here((rows, d, keys), p, v, 1.0, true, sums, packed);
+            let v = v.rows(sequence.k_start + key, keys);
+            let p = Matrix::new(Floats::F32(scores), rows, keys);
+            multiply_here(p, v, 1.0, true, sums, packed);
         }
         for i in 0..rows {
             let row = (sequence.q_start + first + i) * h + head;

@@ -9,8 +9,7 @@ mod backward;
 mod forward;
 
 use super::gemm::here_space;
-use super::matrix::{Dense, Floats};
-use crate::DType;
+use super::matrix::{Floats, Matrix};
 use crate::backend::AttentionArgs;
 use crate::check::AttentionSizes;
 
@@ -88,31 +87,11 @@ struct Head<'a> {
 }
 
 impl<'a> Head<'a> {
-    /// Rows as f32: borrowed, or converted into the front of `space`.
-    fn rows<'s>(&self, start: usize, rows: usize, space: &'s mut [f32]) -> Dense<'s>
-    where
-        'a: 's,
-    {
+    fn rows(&self, start: usize, rows: usize) -> Matrix<'a> {
         let stride = self.heads * self.d;
-        let first = start * stride + self.head * self.d;
-        if let Floats::F32(data) = self.data {
-            return Dense {
-                data: &data[first..],
-                row_stride: stride,
-                col_stride: 1,
-            };
-        }
-        let out = &mut space[..rows * self.d];
-        for (i, out) in out.chunks_exact_mut(self.d).enumerate() {
-            self.data.widen(first + i * stride, out);
-        }
-        Dense::row_major(out, self.d)
+        let data = self.data.from(start * stride + self.head * self.d);
+        Matrix::strided(data, rows, self.d, stride)
     }
-}
-
-/// Elements of a tile of `rows` rows converted to f32. Zero if the tensor is f32.
-fn widened(dtype: DType, rows: usize, d: usize) -> usize {
-    if dtype == DType::F32 { 0 } else { rows * d }
 }
 
 /// Workspace of a tile's products: those with query rows and, if `backward`, those with key rows.

@@ -21,7 +21,7 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::matrix::{Dense, Matrix};
+use super::matrix::Matrix;
 use super::simd::{Level, level};
 use crate::{DType, Float};
 use half::{bf16, f16};
@@ -193,19 +193,22 @@ fn run<T: Float>(
 
 /// `dst = (dst +) factor * a @ b` for contiguous rows, on the calling thread. `space` has [`here_space`] elements.
 pub(crate) fn multiply_here(
-    (m, n, k): (usize, usize, usize),
-    a: Dense<'_>,
-    b: Dense<'_>,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
     factor: f32,
     accumulate: bool,
     dst: &mut [f32],
     space: &mut [f32],
 ) {
-    assert!(dst.len() >= m * n, "{} elements for [{m}, {n}]", dst.len());
+    let (m, n) = (a.rows, b.cols);
+    assert!(
+        a.cols == b.rows && dst.len() >= m * n,
+        "{} elements for [{m}, {n}]",
+        dst.len()
+    );
     if m == 0 || n == 0 {
         return;
     }
-    let (a, b) = (Matrix::dense(a, m, k), Matrix::dense(b, k, n));
     let product = Product::new(a, b, factor);
     let start = if accumulate { Start::Out } else { Start::Zero };
     streamed::here(level(), &product, start, dst, space);
