@@ -1,5 +1,7 @@
 //! Loops compiled for several instruction sets, selected at run time.
 
+use std::sync::OnceLock;
+
 /// Instruction set that loops are compiled for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
 pub(crate) enum Level {
@@ -18,9 +20,7 @@ pub(crate) enum Level {
 
 /// The highest level that this processor supports.
 #[cfg(target_arch = "x86_64")]
-#[inline]
-pub(crate) fn level() -> Level {
-    // The macro caches its answer in an atomic.
+pub(crate) fn supported() -> Level {
     let v3 = is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c");
@@ -38,9 +38,32 @@ pub(crate) fn level() -> Level {
 
 /// The highest level that this processor supports.
 #[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn supported() -> Level {
+    Level::Portable
+}
+
+/// The fastest level on this processor. The bits of results do not depend on it.
 #[inline]
 pub(crate) fn level() -> Level {
-    Level::Portable
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| match supported() {
+        #[cfg(target_arch = "x86_64")]
+        Level::V4Bf16 if !fast_dot_products() => Level::V4,
+        level => level,
+    })
+}
+
+/// Whether dot products of bf16 take less time than fused multiply-adds of f32 for the same sums.
+///
+/// An instruction of either kind starts as often on AMD's Zen 5, and a dot product does twice the work. On Intel's
+/// Sapphire Rapids a dot product starts at a quarter of the rate (docs/results.md).
+#[cfg(target_arch = "x86_64")]
+fn fast_dot_products() -> bool {
+    #[allow(unsafe_code, unused_unsafe, reason = "unsafe in older compilers")]
+    // SAFETY: every x86-64 has the instruction and its leaf 0.
+    let leaf = unsafe { std::arch::x86_64::__cpuid(0) };
+    let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    vendor.as_flattened() == b"AuthenticAMD"
 }
 
 /// Prefetches the cache line of an address, which may be invalid.

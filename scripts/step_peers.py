@@ -1,0 +1,154 @@
+"""Compares training steps of this repository with those of torch, FSDP2 and DeepSpeed, in one run.
+
+usage: cargo build --release -p benches && python3 scripts/step_peers.py --precision bf16 --ranks 1 --threads 2 --rounds 3
+Needs torch and transformers. The row of DeepSpeed needs the package deepspeed (installed with DS_ACCELERATOR=cpu).
+
+All train a decoder of 134 M parameters on one text of 512 tokens per rank and recompute every block in the backward pass.
+One rank is compared with torch; more ranks, with ZeRO-3, are compared with FSDP2 and DeepSpeed. Precisions: f32; bf16 (f32
+weights and states, products of bf16); pure-bf16 (bf16 weights; ours has f32 states, as FSDP2 and DeepSpeed have not, so only
+torch is compared). Every round runs each program once, so that a slow moment of the machine affects all of them. It prints
+the median and the range of the seconds of a step, and of the ratios of each round: more than 1 means that ours is faster.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="bf16", choices=["f32", "bf16", "pure-bf16"])
+parser.add_argument("--ranks", type=int, default=1)
+parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
+parser.add_argument("--rounds", type=int, default=3)
+parser.add_argument("--steps", type=int, default=4, help="measured steps of each run, after two that are not")
+parser.add_argument("--worker", default="", help="run this peer's steps in this process: torch, fsdp2 or deepspeed")
+options = parser.parse_args()
+
+TOKENS, VOCABULARY = 512, 32000
+
+
+def worker(peer):
+    """Trains with one peer and prints the median of its steps in seconds."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = transformers.Qwen2ForCausalLM(config).train()
+    reentrant = peer == "deepspeed"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    if options.precision == "pure-bf16" or (peer == "deepspeed" and options.precision == "bf16"):
+        model = model.bfloat16()
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=peer == "torch" and options.precision == "bf16")
+    if peer == "torch":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    elif peer == "fsdp2":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        torch.distributed.init_process_group("gloo")
+        policy = MixedPrecisionPolicy()
+        if options.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (options.ranks,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    else:
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        deepspeed.init_distributed("gloo")
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": options.precision == "bf16"},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-4)
+        model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    seconds = []
+    for _ in range(options.steps + 2):
+        text = torch.randint(0, VOCABULARY, (1, TOKENS))
+        start = time.perf_counter()
+        with autocast:
+            loss = model(input_ids=text, labels=text).loss
+        if peer == "deepspeed":
+            model.backward(loss)
+            model.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if peer != "torch":
+            torch.distributed.barrier()
+        seconds.append(time.perf_counter() - start)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{statistics.median(seconds[2:]):.4f} s a step")
+
+
+def measured(command):
+    """Runs a program and returns the seconds of a step that it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = re.search(r"([\d.]+) s a step", run.stdout)
+    if run.returncode != 0 or not found:
+        sys.exit(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
+    return float(found.group(1))
+
+
+def spread(values, form):
+    values = sorted(values)
+    return f"{form % statistics.median(values)} ({form % values[0]} to {form % values[-1]})"
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parent.parent
+    binary = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", root / "target")) / "release/train_step"
+    shape = [f"--precision={options.precision}", f"--threads={options.threads}", f"--steps={options.steps}"]
+    ours = [str(binary), *(word for flag in shape for word in flag.split("="))]
+    ours += ["--ranks", str(options.ranks), "--stage", "3" if options.ranks > 1 else "0"]
+    peers = ["torch"] if options.ranks == 1 else ["fsdp2"]
+    try:
+        import deepspeed  # noqa: F401
+
+        peers += ["deepspeed"] if options.ranks > 1 else []
+    except ImportError:
+        pass
+    if options.precision == "pure-bf16" and options.ranks > 1:
+        sys.exit("--precision pure-bf16 is compared on one rank")
+    launch = [sys.executable]
+    if options.ranks > 1:
+        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={options.ranks}", "--log-level=error"]
+    commands = {"ours": ours}
+    for peer in peers:
+        commands[peer] = [*launch, __file__, *shape, f"--ranks={options.ranks}", f"--worker={peer}"]
+    seconds = {name: [] for name in commands}
+    for _ in range(options.rounds):
+        for name, command in commands.items():
+            seconds[name].append(measured(command))
+    print(f"{options.precision}, {options.ranks} ranks of {options.threads} threads, {options.rounds} rounds")
+    print(f"| ours | {spread(seconds['ours'], '%.3f')} s a step | |")
+    for peer in peers:
+        ratios = [theirs / own for theirs, own in zip(seconds[peer], seconds["ours"])]
+        print(f"| {peer} | {spread(seconds[peer], '%.3f')} s a step | {spread(ratios, '%.2f')} |")
+
+
+if __name__ == "__main__":
+    worker(options.worker) if options.worker else main()
