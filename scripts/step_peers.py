@@ -135,7 +135,7 @@ def main():
         sys.exit("--precision pure-bf16 is compared on one rank")
     launch = [sys.executable]
     if options.ranks > 1:
-        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={options.ranks}", "--log-level=error"]
+        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={options.ranks}"]
     commands = {"ours": ours}
     for peer in peers:
         commands[peer] = [*launch, __file__, *shape, f"--ranks={options.ranks}", f"--worker={peer}"]
