@@ -7,9 +7,11 @@ use super::planner::Planner;
 use crate::cli::{self, Command};
 use crate::config::RunConfig;
 use crate::device::Nvidia;
+use crate::model::optimizer::rule;
 use crate::plan::backward_share;
 use crate::rank_env::Env;
 use crate::units::parse_bytes;
+use optim::Optimizer as _;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -140,6 +142,32 @@ fn every_headline_case_fits_its_caps_or_says_why_not() {
         }
     }
     assert!(wrong.is_empty(), "not as the caps say: {wrong:#?}");
+}
+
+/// The plan of a quantized base has the largest layer in bf16: the weights that one lease dequantizes.
+#[test]
+fn quantized_headline_cases_plan_their_largest_layer_in_bf16() {
+    let temp = tempfile::tempdir().expect("temp dir");
+    let cases = cases()
+        .into_iter()
+        .filter(|case| case.name.ends_with("-qlora"));
+    let mut seen = Vec::new();
+    for case in cases {
+        let (planner, config) = case.planner(temp.path());
+        let planned = planner.plan(&config).expect("a plan");
+        let report = planned
+            .plan
+            .memory(rule(&config).slots(planned.plan.config().precision));
+        seen.push((case.name, report.gathered));
+    }
+    // Both have two experts per layer. Those of CogVLM: query, key, value, output, and three projections of the MLP.
+    // Those of CogVLM2 share a smaller number of keys and values among queries.
+    let layer = |kv: u64, inner: u64| 2 * 2 * (2 * 4096 * 4096 + 2 * 4096 * kv + 3 * 4096 * inner);
+    let expected = [
+        ("cogvlm-qlora".to_owned(), layer(4096, 11_008)),
+        ("cogvlm2-qlora".to_owned(), layer(1024, 14_336)),
+    ];
+    assert_eq!(seen, expected);
 }
 
 /// If the disk limits the number of layers, the run fits the host cap scaled by parameters, as the check scales it.
