@@ -6,7 +6,8 @@
 //! whole. So the bits of an element do not depend on the output's size, its position in the
 //! output, the number of threads, or the instruction set.
 //!
-//! Operands are first copied into *panels* and converted to f32; [`pack`] describes the layout. Products of many rows
+//! Operands are first copied into *panels* and converted to f32; [`pack`] describes the layout. If both are bf16 and the
+//! processor has fast dot products of bf16, they stay bf16. Products of many rows
 //! ([`shared`]) pack parts of both operands for all threads. Products of few rows ([`streamed`]) pack a few columns
 //! of `b` at a time, on the thread that uses them.
 #![allow(unsafe_code, reason = "tasks write disjoint blocks of one output")]
