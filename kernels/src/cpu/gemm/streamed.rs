@@ -53,8 +53,11 @@ const MIN_PARALLEL_BYTES: usize = 2 << 20;
 /// Whether one row is multiplied with columns that stay where they are.
 fn in_place(level: Level, p: &Product<'_>) -> bool {
     let one_row = p.a.rows == 1 && p.a.strides().1 == 1;
-    let columns = p.b.strides().0 == 1 && p.b.data().dtype() != DType::F16;
-    level > Level::Portable && one_row && columns
+    #[cfg(target_arch = "x86_64")]
+    let reads = super::x86::row::reads(level, p.b.data().dtype());
+    #[cfg(not(target_arch = "x86_64"))]
+    let reads = level > Level::Portable && p.b.data().dtype() != DType::F16;
+    reads && one_row && p.b.strides().0 == 1
 }
 
 /// Packs each `a` as a whole, one after the other.
@@ -93,17 +96,20 @@ unsafe fn column(
     for p in products {
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
-        let in_place = in_place(kernel.level, p);
+        #[cfg(target_arch = "x86_64")]
+        if in_place(kernel.level, p) {
+            let columns = p.b.part(0, col, k, cols).transposed();
+            let place = TileIo::new(to, stride, start, first, col);
+            let (a, stretch) = (&left[..k], p.depth().stretch());
+            // SAFETY: the processor has the instructions; the caller's promise.
+            unsafe { super::x86::row::row(kernel.level, columns, a, stretch, p.factor, place) };
+            (first, left) = (false, &left[height * k..]);
+            continue;
+        }
         for (at, depth) in stretches(k, p.depth().stretch()) {
             let part = p.b.part(at, col, depth, cols).transposed();
             let place = TileIo::new(to, stride, start, first, col);
             first = false;
-            #[cfg(target_arch = "x86_64")]
-            if in_place {
-                // SAFETY: the processor has the instructions; the caller's promise.
-                unsafe { super::x86::row::row(part, &left[at..][..depth], p.factor, place) };
-                continue;
-            }
             pack(kernel.level, kernel.cols, part, space);
             let a = left[at * height..].as_ptr();
             // SAFETY: both operands are packed for this depth; the caller's promise.
