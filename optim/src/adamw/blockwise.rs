@@ -13,8 +13,8 @@
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 use super::codec::{FIRST_MOMENT, MAGNITUDE, SECOND_MOMENT, Values};
-use super::update::{CHUNK_ELEMS, Rounding, larger, put_each_weight};
-use super::windows::{LARGE, Mode, Number, Weights};
+use super::update::{CHUNK_ELEMS, MOST_ITEM, Rounding, larger, put_each_weight};
+use super::windows::{Item, LARGE, Mode, Number, Weights};
 use super::{CAST_ELEMS, Coefficients};
 use crate::groups::is_table_name;
 use crate::lanes::{Lanes, Loop, Simd};
@@ -134,12 +134,17 @@ impl<G: Number> BlockUpdate<'_, G, &mut [f32]> {
     }
 }
 
-/// New values of one block, in `f32`.
+/// New values of one block, in `f32`. No vector of them crosses a cache line.
+#[repr(align(64))]
 struct Block {
     weight: Values,
     m: Values,
     v: Values,
 }
+
+/// New codes of one block, of both moments.
+#[repr(align(64))]
+struct Codes([[u8; BLOCK_ELEMS]; 2]);
 
 /// Constants of the update as vectors.
 #[derive(Clone, Copy)]
@@ -189,13 +194,25 @@ impl Block {
         most[1] = l.max_u(most[1], l.and(l.bits(v), magnitude));
     }
 
-    /// Updates the weights of one vector from element `i` on by its new moments.
+    /// Weights of one vector from element `i` on after the update by its new moments.
     #[inline(always)]
-    fn move_weight<L: Lanes>(&mut self, l: L, c: &Vectors<L>, i: usize, weight: L::F) {
+    fn moved<L: Lanes>(&self, l: L, c: &Vectors<L>, i: usize, weight: L::F) -> L::F {
         let (m, v) = (l.load(&self.m[i..]), l.load(&self.v[i..]));
         let quotient = l.div(m, l.add(l.sqrt(v), c.eps));
-        let moved = l.sub(weight, l.mul(c.step_size, quotient));
-        l.store(&mut self.weight[i..], l.mul(moved, c.decay));
+        l.mul(l.sub(weight, l.mul(c.step_size, quotient)), c.decay)
+    }
+
+    /// Computes the new weights of all elements, for rounding one by one.
+    #[inline(always)]
+    fn move_each<L: Lanes, W: Weights>(&mut self, l: L, c: &Vectors<L>, weights: &W) {
+        for i in (0..BLOCK_ELEMS).step_by(L::ITEM) {
+            let weight = weights.load::<L, false>(l, i);
+            for (half, weight) in weight.into_iter().enumerate() {
+                let i = i + half * L::N;
+                let moved = self.moved(l, c, i, weight);
+                l.store(&mut self.weight[i..], moved);
+            }
+        }
     }
 
     /// Updates element by element with the arithmetic of [`Block::update`], and returns the largest magnitudes. An
@@ -235,40 +252,66 @@ impl Block {
     }
 }
 
-/// Writes the new weights of a block whose first element is `rounding.first_element`.
-#[inline(always)]
-fn put<L: Lanes, W: Weights>(l: L, mut to: W, values: &Values, n: usize, at: Rounding) {
-    let first = at.first_element;
-    let key = PageKey::new(at.stream, at.step, first);
-    let one_page = PageKey::elems_left(first) >= n as u64;
-    let random = |i: usize| {
-        let element = first + i as u64;
-        let key = match one_page {
-            true => key,
-            false => PageKey::new(at.stream, at.step, element),
-        };
-        key.halves(element)[0]
-    };
-    let stochastic = W::MODE == Mode::Stochastic;
-    if n < BLOCK_ELEMS || (stochastic && (!one_page || first % 2 == 1)) {
-        return put_each_weight(to, &values[..n], random);
+/// Rounding of the weights of a block of `n` elements, the first of which is `at.first_element`.
+struct BlockRounding {
+    at: Rounding,
+    /// Key of the page of the first element, if rounding is stochastic.
+    key: Option<PageKey>,
+    one_page: bool,
+}
+
+impl BlockRounding {
+    fn new<W: Weights>(at: Rounding, n: usize) -> Self {
+        let stochastic = W::MODE == Mode::Stochastic;
+        let key = stochastic.then(|| PageKey::new(at.stream, at.step, at.first_element));
+        let one_page = PageKey::elems_left(at.first_element) >= n as u64;
+        Self { at, key, one_page }
     }
-    for i in (0..n).step_by(L::ITEM) {
-        let item = [l.load(&values[i..]), l.load(&values[i + L::N..])];
-        if !W::ROUNDS || l.all_below(larger(l, l.u(0), item), LARGE) {
-            let pair = ((first + i as u64) / 2) as u32;
-            let words = stochastic.then(|| l.word(key, 0, l.pairs(key, pair)));
-            let packed = W::pack::<L, false>(l, item, words);
-            to.store(l, i, packed);
-        } else {
-            for (j, x) in values[i..i + L::ITEM].iter().enumerate() {
-                to.put(i + j, *x, random(i + j));
-            }
+
+    /// Whether the words of a vector's pairs round the vector.
+    #[inline(always)]
+    fn by_vectors(&self) -> bool {
+        self.key.is_none() || (self.one_page && self.at.first_element.is_multiple_of(2))
+    }
+
+    /// What rounds element `i`.
+    fn random(&self, i: usize) -> u16 {
+        let element = self.at.first_element + i as u64;
+        let key = match (self.key, self.one_page) {
+            (Some(_), false) => Some(PageKey::new(self.at.stream, self.at.step, element)),
+            (key, _) => key,
+        };
+        key.map_or(0, |key| key.halves(element)[0])
+    }
+
+    /// Words that round an item from element `i` on.
+    #[inline(always)]
+    fn words<L: Lanes>(&self, l: L, i: usize) -> Option<L::U> {
+        let pair = ((self.at.first_element + i as u64) / 2) as u32;
+        let key = self.key?;
+        Some(l.word(key, 0, l.pairs(key, pair)))
+    }
+}
+
+/// Writes the new weights of one item from element `i` on.
+#[inline(always)]
+fn put<L: Lanes, W: Weights>(l: L, to: &mut W, i: usize, item: Item<L>, rounding: &BlockRounding) {
+    if !W::ROUNDS || l.all_below(larger(l, l.u(0), item), LARGE) {
+        let packed = W::pack::<L, false>(l, item, rounding.words(l, i));
+        to.store(l, i, packed);
+    } else {
+        let mut numbers = [0.0; MOST_ITEM];
+        l.store(&mut numbers, item[0]);
+        l.store(&mut numbers[L::N..], item[1]);
+        for (j, x) in numbers[..L::ITEM].iter().enumerate() {
+            to.put(i + j, *x, rounding.random(i + j));
         }
     }
 }
 
 impl<G: Number, W: Weights> Loop for BlockUpdate<'_, G, W> {
+    const BYTES: bool = true;
+
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let (first, second) = (&*FIRST_MOMENT, &*SECOND_MOMENT);
@@ -287,26 +330,29 @@ impl<G: Number, W: Weights> Loop for BlockUpdate<'_, G, W> {
             m: [0.0; BLOCK_ELEMS],
             v: [0.0; BLOCK_ELEMS],
         };
-        let mut codes = [[0; BLOCK_ELEMS]; 2];
+        let Codes(codes) = &mut Codes([[0; BLOCK_ELEMS]; 2]);
         while let (Some(of_m), Some(of_v)) = (m.next(), v.next()) {
             let n = of_m.0.len();
             let (own_grad, grad_left) = grad.split_at(n);
-            let (own, weights_left) = weights.split_at(n);
+            let (mut own, weights_left) = weights.split_at(n);
             let by_vectors = n == BLOCK_ELEMS && !W::ROUNDS_BETWEEN;
             let absmax = [*of_m.1, *of_v.1];
             let mut most = [f32::INFINITY; 2];
             if by_vectors {
                 let (absmax_m, absmax_v) = (l.f(absmax[0]), l.f(absmax[1]));
                 let mut bits = [l.u(0), l.u(0)];
-                for i in (0..BLOCK_ELEMS).step_by(L::ITEM) {
-                    G::prefetch(l, &own_grad[i..]);
-                    let grad = G::load::<L, false>(l, &own_grad[i..i + L::ITEM]);
-                    for half in 0..2 {
-                        let i = i + half * L::N;
-                        let m = first.decode(l, &of_m.0[i..], absmax_m);
-                        let v = second.decode(l, &of_v.0[i..], absmax_v);
-                        let all = [l.mul(grad[half], factor), m, v];
-                        block.update(l, &constants, i, all, &mut bits);
+                for i in (0..BLOCK_ELEMS).step_by(2 * L::ITEM) {
+                    let m = first.decode(l, &of_m.0[i..], absmax_m);
+                    let v = second.decode(l, &of_v.0[i..], absmax_v);
+                    for item in 0..2 {
+                        let own = &own_grad[i + item * L::ITEM..][..L::ITEM];
+                        G::prefetch(l, own);
+                        let grad = G::load::<L, false>(l, own);
+                        for half in 0..2 {
+                            let vector = 2 * item + half;
+                            let all = [l.mul(grad[half], factor), m[vector], v[vector]];
+                            block.update(l, &constants, i + vector * L::N, all, &mut bits);
+                        }
                     }
                 }
                 most = [l.largest(bits[0]), l.largest(bits[1])].map(f32::from_bits);
@@ -322,28 +368,34 @@ impl<G: Number, W: Weights> Loop for BlockUpdate<'_, G, W> {
             [*of_m.1, *of_v.1] = most;
             let divisor_m = first.begin(l, &block.m, most[0], &mut codes[0]);
             let divisor_v = second.begin(l, &block.v, most[1], &mut codes[1]);
+            let of_block = BlockRounding::new::<W>(rounding, n);
+            let moves = is_finite && of_block.by_vectors();
             // Quotients and roots take long, so they run beside the search for codes.
             for i in (0..BLOCK_ELEMS).step_by(2 * L::ITEM) {
                 for i in (i..i + 2 * L::ITEM).step_by(L::ITEM) {
-                    if !is_finite {
+                    if !moves {
                         break;
                     }
                     let weight = own.load::<L, false>(l, i);
-                    block.move_weight(l, &constants, i, weight[0]);
-                    block.move_weight(l, &constants, i + L::N, weight[1]);
+                    let a = block.moved(l, &constants, i, weight[0]);
+                    let b = block.moved(l, &constants, i + L::N, weight[1]);
+                    put(l, &mut own, i, [a, b], &of_block);
                 }
                 if let Some(divisor) = &divisor_m {
                     first.encode(l, &block.m, i, divisor, &mut codes[0]);
                 }
-            }
-            if let Some(divisor) = &divisor_v {
-                for i in (0..BLOCK_ELEMS).step_by(4 * L::N) {
+                if let Some(divisor) = &divisor_v {
                     second.encode(l, &block.v, i, divisor, &mut codes[1]);
                 }
             }
+            if !moves {
+                if is_finite {
+                    block.move_each(l, &constants, &own);
+                }
+                put_each_weight(own, &block.weight[..n], |i| of_block.random(i));
+            }
             of_m.0.copy_from_slice(&codes[0][..n]);
             of_v.0.copy_from_slice(&codes[1][..n]);
-            put(l, own, &block.weight, n, rounding);
             rounding = rounding.after(n);
             (grad, weights, m, v) = (grad_left, weights_left, of_m.2, of_v.2);
         }

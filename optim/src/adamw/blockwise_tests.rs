@@ -36,6 +36,8 @@ struct Encode<'a, const SIGNED: bool> {
 }
 
 impl<const SIGNED: bool> Loop for Encode<'_, SIGNED> {
+    const BYTES: bool = true;
+
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let divisor = self.codec.begin(l, self.values, 1.0, self.codes);
@@ -85,6 +87,8 @@ struct Estimate<'a, const SIGNED: bool> {
 }
 
 impl<const SIGNED: bool> Loop for Estimate<'_, SIGNED> {
+    const BYTES: bool = true;
+
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let one = l.f(1.0);
@@ -252,6 +256,72 @@ fn every_instruction_set_and_division_gives_the_same_bits() {
         assert_eq!(whole.1[1][5], 0);
         let before = f32::to_bits(numbers("weights", 6, 0)[5]);
         assert!(!wide || whole.0[5] == before);
+    }
+}
+
+/// Blocks of gradients with any bits, of one kind each: all numbers with NaN and infinities, subnormal numbers, numbers
+/// whose squares overflow, those whose squares vanish, and numbers of all usual sizes.
+#[test]
+fn gradients_of_any_bits_give_the_same_bits_on_every_instruction_set() {
+    const BLOCKS: usize = 40;
+    let n = BLOCKS * BLOCK_ELEMS;
+    let gradients = |step: u64| -> Vec<f32> {
+        let mut state = step;
+        let mut draw = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (state >> 32) as u32
+        };
+        (0..n)
+            .map(|i| {
+                let (bits, sign_and_fraction) = (draw(), draw() & 0x807f_ffff);
+                let exponent = match i / BLOCK_ELEMS % 5 {
+                    0 => return f32::from_bits(bits),
+                    1 => 0,
+                    2 => 180 + bits % 70,
+                    3 => 1 + bits % 60,
+                    _ => 90 + bits % 40,
+                };
+                f32::from_bits(sign_and_fraction | exponent << 23)
+            })
+            .collect()
+    };
+    let steps = |simd: Simd| {
+        let rule = AdamW {
+            eight_bit: true,
+            ..AdamW::default()
+        };
+        let mut weight = numbers("weights", n, 0);
+        let (mut codes, mut absmax) = ([vec![0u8; n], vec![0u8; n]], [[0f32; BLOCKS]; 2]);
+        for step in 1..=4 {
+            let grad = gradients(step);
+            let state = codes.iter_mut().zip(&mut absmax);
+            let state = state
+                .map(|(codes, absmax)| StateChunk::Blockwise { codes, absmax })
+                .collect();
+            let args = StepArgs {
+                step,
+                lr: LR,
+                weight_decay: 0.1,
+                grad_scale: 1.0,
+                seed: 3,
+                first_element: 0,
+                grad: GradChunk::F32(&grad),
+                weight: WeightChunk::F32(&mut weight),
+                state,
+            };
+            rule.step_on(simd, args).unwrap();
+        }
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        (bits(&weight), codes, absmax.map(|values| bits(&values)))
+    };
+    let expected = steps(Simd::Portable);
+    // Squares that overflow leave an absmax that is not finite, and those that vanish leave 0.
+    let absmax = expected.2[1].iter().map(|bits| f32::from_bits(*bits));
+    assert!(absmax.clone().any(|x| !x.is_finite()) && absmax.clone().any(|x| x == 0.0));
+    for simd in Simd::available() {
+        assert!(steps(simd) == expected, "{simd:?}");
     }
 }
 

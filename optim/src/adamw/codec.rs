@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use kernels::dynamic_map;
 
 use super::blockwise::BLOCK_ELEMS;
-use crate::lanes::{ByteTable, Lanes, PAD, Portable};
+use crate::lanes::{ByteTable, Lanes, Portable};
 
 /// Smallest magnitude with a bucket of its own, as bits: 2^-23. Smaller ones are counted to its bucket, because every
 /// threshold between two codes is larger.
@@ -37,6 +37,7 @@ pub(super) struct Codec<const SIGNED: bool> {
     /// numbers the lower bits are inverted first.)
     entries: [u32; ENTRIES],
     classes: Classes,
+    octaves: Octaves,
 }
 
 pub(super) static FIRST_MOMENT: LazyLock<Codec<true>> =
@@ -74,14 +75,13 @@ impl<const SIGNED: bool> Codec<SIGNED> {
             }
         }
         let zero = if SIGNED { ZEROS[0] } else { ZEROS[1] };
+        let classes = Classes::new(&map[usize::from(zero)..], SIGNED);
         Self {
             map,
-            values: std::array::from_fn(|i| {
-                let value = i.checked_sub(PAD).and_then(|code| map.get(code));
-                value.map_or(0, |value| value.to_bits())
-            }),
+            values: ByteTable::new(&map.map(f32::to_bits)),
             entries,
-            classes: Classes::new(&map[usize::from(zero)..], SIGNED),
+            octaves: Octaves::new(&classes),
+            classes,
         }
     }
 
@@ -159,6 +159,9 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         factor: L::F,
         codes: &mut [u8; BLOCK_ELEMS],
     ) -> bool {
+        if L::PERMUTES_32 {
+            return self.estimate_by_octaves(l, &values[i..], factor, &mut codes[i..]);
+        }
         let mut doubts = [l.u(u32::MAX); 2];
         // Not a loop, so that the vectors stay in registers.
         let values = &values[i..i + 4 * L::N];
@@ -204,6 +207,58 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         l.add_u(steps, l.u(ZEROS[0].into()))
     }
 
+    /// [`Codec::estimate`] of the first values, with tables of an entry for each octave.
+    #[inline(always)]
+    fn estimate_by_octaves<L: Lanes>(
+        &self,
+        l: L,
+        values: &[f32],
+        factor: L::F,
+        codes: &mut [u8],
+    ) -> bool {
+        let mut doubts = [l.u(MAGNITUDE); 2];
+        let share = [
+            l.mul(l.load(values), factor),
+            l.mul(l.load(&values[L::N..]), factor),
+            l.mul(l.load(&values[2 * L::N..]), factor),
+            l.mul(l.load(&values[3 * L::N..]), factor),
+        ];
+        let steps = [
+            self.steps_by_octaves(l, share[0], &mut doubts),
+            self.steps_by_octaves(l, share[1], &mut doubts),
+            self.steps_by_octaves(l, share[2], &mut doubts),
+            self.steps_by_octaves(l, share[3], &mut doubts),
+        ];
+        if SIGNED {
+            l.store_signed_bytes(codes, steps, share, ZEROS[0]);
+        } else {
+            l.store_bytes(codes, steps);
+        }
+        l.all_at_least(doubts[0], 2 * ULPS) && l.all_at_least(doubts[1], 2 * MARGIN)
+    }
+
+    /// Steps from code 0 to shares of the absmax in the lowest bytes. `doubts` are the smallest distances so far above the
+    /// zones around ends of classes and thresholds.
+    #[inline(always)]
+    fn steps_by_octaves<L: Lanes>(&self, l: L, share: L::F, doubts: &mut [L::U; 2]) -> L::U {
+        let octaves = &self.octaves;
+        let magnitude = match SIGNED {
+            true => l.max_u(l.and(l.bits(share), l.u(MAGNITUDE)), l.u(LEAST)),
+            false => l.bits(l.max(share, l.f(f32::from_bits(LEAST)))),
+        };
+        let octave = l.shr::<23>(magnitude);
+        let beyond = l.sub_u(magnitude, l.look_up_32(&octaves.end, octave));
+        doubts[0] = l.min_u(doubts[0], beyond);
+        let at = l.sub_u(octave, l.above(beyond, l.u(ULPS)));
+        let last = l.look_up_32(&octaves.last, at);
+        let scale = l.float(l.look_up_32(&octaves.scale, at));
+        let offset = l.float(l.look_up_32(&octaves.offset, at));
+        let inside = l.float(l.min_u(magnitude, last));
+        let sum = l.bits(l.near_mul_add(inside, scale, offset));
+        doubts[1] = l.min_u(doubts[1], l.and(sum, l.u((1 << FRACTION_BITS) - 1)));
+        l.shr::<FRACTION_BITS>(sum)
+    }
+
     /// Encodes the values from element `i` on by the table, four vectors of them.
     #[inline(always)]
     pub(super) fn encode_by_table<L: Lanes>(
@@ -240,10 +295,16 @@ impl<const SIGNED: bool> Codec<SIGNED> {
         self.map[usize::from(code)] * absmax
     }
 
-    /// Moments of the first codes of a slice.
+    /// Moments of the first codes of a slice, four vectors of them.
     #[inline(always)]
-    pub(super) fn decode<L: Lanes>(&self, l: L, codes: &[u8], absmax: L::F) -> L::F {
-        l.mul(l.float(l.look_up_bytes(&self.values, codes)), absmax)
+    pub(super) fn decode<L: Lanes>(&self, l: L, codes: &[u8], absmax: L::F) -> [L::F; 4] {
+        let [a, b, c, d] = l.look_up_bytes(&self.values, codes);
+        [
+            l.mul(l.float(a), absmax),
+            l.mul(l.float(b), absmax),
+            l.mul(l.float(c), absmax),
+            l.mul(l.float(d), absmax),
+        ]
     }
 }
 
@@ -324,6 +385,41 @@ impl Classes {
             classes.of_octaves[octaves as usize % 16] = class as u8;
         }
         classes
+    }
+}
+
+/// [`Classes`] by octaves: the entry of a number is at the lowest five bits of its exponent. A class that begins inside an
+/// octave has the next octave's entry.
+#[repr(align(64))]
+struct Octaves {
+    /// [`ULPS`] below the end of the class at the start of the octave, as bits, if the class ends inside.
+    end: [u32; 32],
+    /// As those of [`Classes`].
+    last: [u32; 32],
+    scale: [u32; 32],
+    offset: [u32; 32],
+}
+
+impl Octaves {
+    fn new(classes: &Classes) -> Self {
+        let mut octaves = Self {
+            end: [MAGNITUDE; 32],
+            last: [0; 32],
+            scale: [0; 32],
+            offset: [0; 32],
+        };
+        for exponent in LEAST >> 23..=1f32.to_bits() >> 23 {
+            let (start, after) = (exponent << 23, (exponent + 1) << 23);
+            let class = classes.end.iter().filter(|end| **end < start).count();
+            let at = exponent as usize % 32;
+            if classes.end[class] < after {
+                octaves.end[at] = classes.end[class] - ULPS;
+            }
+            octaves.last[at] = classes.last[class];
+            octaves.scale[at] = classes.scale[class];
+            octaves.offset[at] = classes.offset[class];
+        }
+        octaves
     }
 }
 

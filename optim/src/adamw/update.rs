@@ -10,7 +10,7 @@ use crate::rounding::PageKey;
 /// Elements per task. Longer chunks are spread over the rayon pool.
 pub(super) const CHUNK_ELEMS: usize = 1 << 16;
 /// Elements of the longest item: two AVX-512 vectors.
-const MOST_ITEM: usize = 32;
+pub(super) const MOST_ITEM: usize = 32;
 
 impl Coefficients {
     /// New weight, first and second moment of one element, in scalar arithmetic.

@@ -18,20 +18,47 @@ use half::bf16;
 
 use super::{ByteTable, Lanes, Loop, PAD};
 
-/// Proof that the processor has AVX-512 F, BW, DQ and VL.
+/// Proof that the processor has AVX-512 F, BW, DQ and VL, and with `VBMI` also that extension.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const VBMI: bool = false>(());
 
-impl Avx512 {
+impl<const VBMI: bool> Avx512<VBMI> {
     /// Returns the proof if the processor has the instructions, otherwise `None`.
     pub(crate) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl"))
+            && is_x86_feature_detected!("avx512vl")
+            && (!VBMI || is_x86_feature_detected!("avx512vbmi")))
         .then_some(Self(()))
     }
+}
 
+impl<const VBMI: bool> Avx512<VBMI> {
+    /// Lowest bytes of four vectors, in order. The numbers are below 2^16; negative numbers become 0.
+    #[inline(always)]
+    fn bytes(self, [a, b, c, d]: [__m512i; 4]) -> __m512i {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            let low = _mm512_set1_epi16(0xff);
+            let ab = _mm512_and_si512(_mm512_packus_epi32(a, b), low);
+            let cd = _mm512_and_si512(_mm512_packus_epi32(c, d), low);
+            self.by_halves(_mm512_packus_epi16(ab, cd))
+        }
+    }
+
+    /// Puts words of four bytes into order that two packing steps by 128 bits mixed.
+    #[inline(always)]
+    fn by_halves(self, bytes: __m512i) -> __m512i {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe {
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            _mm512_permutexvar_epi32(order, bytes)
+        }
+    }
+}
+
+impl Avx512 {
     /// Runs a loop compiled with AVX-512.
     pub(crate) fn run(self, work: impl Loop) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -43,9 +70,61 @@ impl Avx512 {
     }
 }
 
-impl Lanes for Avx512 {
+impl Avx512<true> {
+    /// Runs a loop compiled with AVX-512, and with VBMI if the loop looks up bytes.
+    pub(crate) fn run_some<W: Loop>(self, work: W) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
+        fn compiled<W: Loop>(lanes: Avx512<true>, work: W) {
+            work.run(lanes);
+        }
+        if W::BYTES {
+            // SAFETY: `self` exists only where the instructions were detected.
+            unsafe { compiled(self, work) }
+        } else {
+            Avx512::<false>(()).run(work);
+        }
+    }
+
+    /// Entries of a table at 64 bytes, byte by byte of the entries.
+    #[inline(always)]
+    fn look_up_planes(self, table: &ByteTable, at: &[u8]) -> [__m512i; 4] {
+        assert!(at.len() >= 64);
+        // SAFETY: the instructions exist, and the slices hold what is read.
+        unsafe {
+            // The shuffles below collect the words 0, 4, 8, 12 first, so those are the first words of the bytes.
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let at = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(at.as_ptr().cast()));
+            let upper = _mm512_movepi8_mask(at);
+            // A closure would be a function of its own, without these instructions.
+            macro_rules! plane {
+                ($byte:literal) => {{
+                    let part: *const __m512i = table.planes[$byte].as_ptr().cast();
+                    let [a, b] = [_mm512_loadu_si512(part), _mm512_loadu_si512(part.add(1))];
+                    let [c, d] = [
+                        _mm512_loadu_si512(part.add(2)),
+                        _mm512_loadu_si512(part.add(3)),
+                    ];
+                    let low = _mm512_permutex2var_epi8(a, at, b);
+                    _mm512_mask_blend_epi8(upper, low, _mm512_permutex2var_epi8(c, at, d))
+                }};
+            }
+            let [a, b, c, d] = [plane!(0), plane!(1), plane!(2), plane!(3)];
+            let [low, high] = [_mm512_unpacklo_epi8(a, b), _mm512_unpacklo_epi8(c, d)];
+            let [low_after, high_after] = [_mm512_unpackhi_epi8(a, b), _mm512_unpackhi_epi8(c, d)];
+            [
+                _mm512_unpacklo_epi16(low, high),
+                _mm512_unpackhi_epi16(low, high),
+                _mm512_unpacklo_epi16(low_after, high_after),
+                _mm512_unpackhi_epi16(low_after, high_after),
+            ]
+        }
+    }
+}
+
+impl<const VBMI: bool> Lanes for Avx512<VBMI> {
     const N: usize = 16;
     const PERMUTES: bool = true;
+    const PERMUTES_32: bool = true;
     type F = __m512;
     type U = __m512i;
 
@@ -98,6 +177,11 @@ impl Lanes for Avx512 {
     fn sqrt(self, a: Self::F) -> Self::F {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe { _mm512_sqrt_ps(a) }
+    }
+    #[inline(always)]
+    fn near_mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
@@ -240,6 +324,15 @@ impl Lanes for Avx512 {
         }
     }
     #[inline(always)]
+    fn look_up_32(self, table: &[u32; 32], at: Self::U) -> Self::U {
+        // SAFETY: the instructions exist, and the table holds what is read. The instruction uses five bits of an index.
+        unsafe {
+            let table: *const __m512i = table.as_ptr().cast();
+            let (low, high) = (_mm512_loadu_si512(table), _mm512_loadu_si512(table.add(1)));
+            _mm512_permutex2var_epi32(low, at, high)
+        }
+    }
+    #[inline(always)]
     fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe {
@@ -255,22 +348,52 @@ impl Lanes for Avx512 {
         unsafe { _mm512_i32gather_epi32::<4>(at, table.as_ptr().cast()) }
     }
     #[inline(always)]
-    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> Self::U {
-        assert!(at.len() >= Self::N);
-        // SAFETY: the instructions exist, the slice holds what is read, and the table has an entry for every byte.
-        unsafe {
-            let at = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.as_ptr().cast()));
-            _mm512_i32gather_epi32::<4>(at, table.as_ptr().add(PAD).cast())
+    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> [Self::U; 4] {
+        if VBMI {
+            return Avx512::<true>(()).look_up_planes(table, at);
         }
+        assert!(at.len() >= 4 * Self::N);
+        macro_rules! gather {
+            ($vector:literal) => {{
+                // SAFETY: the instructions exist, the slice holds what is read, and the table has an entry for every byte.
+                unsafe {
+                    let at = at.as_ptr().add($vector * Self::N);
+                    let at = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast()));
+                    _mm512_i32gather_epi32::<4>(at, table.entries.as_ptr().add(PAD).cast())
+                }
+            }};
+        }
+        [gather!(0), gather!(1), gather!(2), gather!(3)]
     }
     #[inline(always)]
     fn store_bytes(self, to: &mut [u8], x: [Self::U; 4]) {
-        for (to, x) in to[..4 * Self::N].chunks_exact_mut(Self::N).zip(x) {
-            // SAFETY: the instructions exist, and the slice holds what is written.
-            unsafe {
-                let x = _mm512_max_epi32(x, _mm512_setzero_si512());
-                _mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x));
-            }
+        assert!(to.len() >= 4 * Self::N);
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), self.bytes(x)) }
+    }
+    #[inline(always)]
+    fn store_signed_bytes(
+        self,
+        to: &mut [u8],
+        x: [Self::U; 4],
+        [a, b, c, d]: [Self::F; 4],
+        zero: u8,
+    ) {
+        assert!(to.len() >= 4 * Self::N);
+        let zero = zero.cast_signed();
+        // SAFETY: the instructions exist, and the slice holds what is written.
+        unsafe {
+            let bytes = self.bytes(x);
+            // Saturation keeps signs.
+            let ab = _mm512_packs_epi32(self.bits(a), self.bits(b));
+            let cd = _mm512_packs_epi32(self.bits(c), self.bits(d));
+            let signs = self.by_halves(_mm512_packs_epi16(ab, cd));
+            let below = _mm512_subs_epu8(bytes, _mm512_set1_epi8(1));
+            let above = _mm512_add_epi8(bytes, _mm512_set1_epi8(zero));
+            let negative = _mm512_movepi8_mask(signs);
+            let least = _mm512_set1_epi8(zero.wrapping_sub(1));
+            let codes = _mm512_mask_subs_epu8(above, negative, least, below);
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), codes);
         }
     }
     #[inline(always)]

@@ -19,10 +19,28 @@ pub(crate) use avx2::Avx2;
 pub(crate) use avx512::Avx512;
 pub(crate) use portable::Portable;
 
-/// Entries before and after those of a [`ByteTable`], which vectors around an entry may include.
+/// Entries before and after those of [`ByteTable::entries`], which vectors around an entry may include.
 pub(crate) const PAD: usize = 4;
-/// Table with an entry for each byte, from [`PAD`] on.
-pub(crate) type ByteTable = [u32; 256 + 2 * PAD];
+
+/// Table with an entry for each byte.
+#[derive(Clone, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct ByteTable {
+    /// The lowest bytes of all entries, then the second, third and highest ones.
+    pub(crate) planes: [[u8; 256]; 4],
+    /// The entries, from [`PAD`] on.
+    pub(crate) entries: [u32; 256 + 2 * PAD],
+}
+
+impl ByteTable {
+    /// The table of 256 entries.
+    pub(crate) fn new(of: &[u32; 256]) -> Self {
+        let mut entries = [0; 256 + 2 * PAD];
+        entries[PAD..PAD + 256].copy_from_slice(of);
+        let planes = std::array::from_fn(|byte| of.map(|entry| entry.to_le_bytes()[byte]));
+        Self { entries, planes }
+    }
+}
 
 /// Instruction set with vectors of [`Lanes::N`] numbers. Slices passed in have at least `N` elements, or
 /// [`Lanes::ITEM`] elements of 16 bits.
@@ -33,6 +51,8 @@ pub(crate) trait Lanes: Copy {
     const ITEM: usize = 2 * Self::N;
     /// Whether look-ups in tables of eight entries are one instruction.
     const PERMUTES: bool;
+    /// Whether look-ups in tables of 32 entries are one instruction.
+    const PERMUTES_32: bool = false;
     /// Type of a vector of `f32` numbers.
     type F: Copy;
     /// Type of a vector of `u32` numbers.
@@ -50,6 +70,12 @@ pub(crate) trait Lanes: Copy {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     fn sqrt(self, a: Self::F) -> Self::F;
+
+    /// `a * b + c` for estimates: rounded once or twice, so the last bits depend on the instruction set.
+    #[inline(always)]
+    fn near_mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        self.add(self.mul(a, b), c)
+    }
 
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
@@ -103,12 +129,44 @@ pub(crate) trait Lanes: Copy {
     fn look_up_8(self, table: &[u32; 8], at: Self::U) -> Self::U;
     /// Entries of a table at the given indices below 128, modulo 16. The first entry must be 0.
     fn look_up_16(self, table: &[u8; 16], at: Self::U) -> Self::U;
+    /// Entries of a table at the given indices, modulo 32.
+    #[inline(always)]
+    fn look_up_32(self, table: &[u32; 32], at: Self::U) -> Self::U {
+        self.look_up(table, at)
+    }
     /// Entries of a table at the given indices, modulo its length, a power of two.
     fn look_up<const LEN: usize>(self, table: &[u32; LEN], at: Self::U) -> Self::U;
-    /// Entries of a table at the first [`Lanes::N`] bytes of a slice.
-    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> Self::U;
+    /// Entries of a table at the first `4 * N` bytes of a slice, in order.
+    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> [Self::U; 4];
     /// Stores four vectors as bytes: the lowest ones of numbers below 2^16, and 0 for negative numbers.
     fn store_bytes(self, to: &mut [u8], x: [Self::U; 4]);
+    /// Stores four vectors as bytes: `zero` plus the lowest byte of a number where its `sign` is positive, else `zero` minus
+    /// that byte or 1, whichever is larger, and at least 0. The numbers must be below 2^16, with a lowest byte up to 128,
+    /// which is 0 where the sign is +0.
+    #[inline(always)]
+    fn store_signed_bytes(
+        self,
+        to: &mut [u8],
+        [a, b, c, d]: [Self::U; 4],
+        sign: [Self::F; 4],
+        zero: u8,
+    ) {
+        let a = self.signed_byte(a, sign[0], zero);
+        let b = self.signed_byte(b, sign[1], zero);
+        let c = self.signed_byte(c, sign[2], zero);
+        let d = self.signed_byte(d, sign[3], zero);
+        self.store_bytes(to, [a, b, c, d]);
+    }
+
+    /// One vector of [`Lanes::store_signed_bytes`].
+    #[inline(always)]
+    fn signed_byte(self, number: Self::U, sign: Self::F, zero: u8) -> Self::U {
+        let sign = self.bits(sign);
+        let byte = self.and(number, self.u(0xff));
+        let signed = self.negate(self.max_u(byte, self.shr::<31>(sign)), sign);
+        self.add_u(signed, self.u(zero.into()))
+    }
+
     /// Prefetches the cache line of an address, which may be invalid.
     fn prefetch<T>(self, at: *const T);
 
@@ -145,6 +203,9 @@ pub(crate) enum Simd {
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    /// AVX-512 with VBMI, for loops that look up bytes.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vbmi(Avx512<true>),
 }
 
 impl Simd {
@@ -152,6 +213,9 @@ impl Simd {
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
+            if let Some(lanes) = Avx512::<true>::detect() {
+                return Self::Avx512Vbmi(lanes);
+            }
             if let Some(lanes) = Avx512::detect() {
                 return Self::Avx512(lanes);
             }
@@ -170,6 +234,7 @@ impl Simd {
         {
             sets.extend(Avx2::detect().map(Self::Avx2));
             sets.extend(Avx512::detect().map(Self::Avx512));
+            sets.extend(Avx512::<true>::detect().map(Self::Avx512Vbmi));
         }
         sets
     }
@@ -177,6 +242,8 @@ impl Simd {
 
 /// Loop over elements that [`Simd::run`] compiles once per instruction set.
 pub(crate) trait Loop {
+    /// Whether the loop looks up bytes, which AVX-512 does faster with VBMI.
+    const BYTES: bool = false;
     /// Runs the loop. Implementations must be `#[inline(always)]`.
     fn run<L: Lanes>(self, lanes: L);
 }
@@ -190,6 +257,8 @@ impl Simd {
             Self::Avx2(lanes) => lanes.run(work),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(lanes) => lanes.run(work),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vbmi(lanes) => lanes.run_some(work),
         }
     }
 }

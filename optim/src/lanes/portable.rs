@@ -187,9 +187,10 @@ impl Lanes for Portable {
         each(at, |at| table[at as usize & (LEN - 1)])
     }
     #[inline(always)]
-    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> Self::U {
-        let at = &at[..N];
-        std::array::from_fn(|i| table[PAD + usize::from(at[i])])
+    fn look_up_bytes(self, table: &ByteTable, at: &[u8]) -> [Self::U; 4] {
+        let at = &at[..4 * N];
+        let entry = |i: usize| table.entries[PAD + usize::from(at[i])];
+        std::array::from_fn(|vector| std::array::from_fn(|i| entry(vector * N + i)))
     }
     #[inline(always)]
     fn store_bytes(self, to: &mut [u8], x: [Self::U; 4]) {

@@ -7,6 +7,8 @@ use crate::rng::RandomStream;
 struct Everything<'a>(&'a mut Vec<u32>);
 
 impl Loop for Everything<'_> {
+    const BYTES: bool = true;
+
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         const ELEMS: usize = 64;
@@ -55,15 +57,22 @@ impl Loop for Everything<'_> {
         keep(&|a, _, _| l.float(l.negate(l.and(l.bits(a), signs), signs)));
         let table: [u8; 16] = std::array::from_fn(|i| 3 * i as u8);
         keep(&|a, _, _| l.float(l.look_up_16(&table, l.shr::<25>(l.bits(a)))));
+        let table: [u32; 32] = std::array::from_fn(|i| 11 * i as u32);
+        keep(&|a, _, _| l.float(l.look_up_32(&table, l.shr::<23>(l.bits(a)))));
         let table: [u32; 8] = std::array::from_fn(|i| 7 * i as u32);
         keep(&|a, _, _| l.float(l.look_up_8(&table, l.bits(a))));
-        let table: ByteTable = std::array::from_fn(|i| 5 * i as u32);
-        let at: Vec<u8> = (0..ELEMS)
-            .map(|i| (37 * i) as u8)
-            .chain([0, 255].repeat(8))
-            .collect();
-        keep(&|_, _, i| l.float(l.look_up_bytes(&table, &at[i..])));
-        keep(&|_, _, _| l.float(l.look_up_bytes(&table, &at[ELEMS..])));
+        // Every byte, in an order that mixes near and far ones. The entries differ in all four bytes.
+        let table = ByteTable::new(&std::array::from_fn(|i| {
+            0x0103_0507u32.wrapping_mul(i as u32) ^ 0x5a
+        }));
+        let at: Vec<u8> = (0..256).map(|i| (37 * i) as u8).collect();
+        let mut entries = vec![0f32; 256];
+        for i in (0..256).step_by(4 * L::N) {
+            for (vector, found) in l.look_up_bytes(&table, &at[i..]).into_iter().enumerate() {
+                l.store(&mut entries[i + vector * L::N..], l.float(found));
+            }
+        }
+        self.0.extend(entries.iter().map(|x| x.to_bits()));
 
         let mut wide = vec![0f32; ELEMS];
         let mut narrow = vec![bf16::ZERO; ELEMS];
@@ -92,6 +101,27 @@ impl Loop for Everything<'_> {
         l.store_bytes(&mut bytes, numbers);
         let expected = [0, 255, 0x34, 0].map(|byte| vec![byte; L::N]).concat();
         assert_eq!(bytes[..4 * L::N], expected);
+        // Signed bytes from 127 on: the sign bit counts, that of -0 too.
+        let (least, most) = (l.u(0x8700), l.u(0x8780));
+        let signs = [1.0, -1.0, -0.0, f32::NEG_INFINITY].map(|x| l.f(x));
+        for (number, expected) in [(least, [127, 126, 126, 126]), (most, [255, 0, 0, 0])] {
+            l.store_signed_bytes(&mut bytes, [number; 4], signs, 127);
+            assert_eq!(
+                bytes[..4 * L::N],
+                expected.map(|byte| vec![byte; L::N]).concat()
+            );
+        }
+        let steps = l.add_u(l.iota(), l.u(0x8700));
+        let alternating = l.float(l.xor(l.shl::<31>(l.iota()), l.u(1f32.to_bits())));
+        l.store_signed_bytes(&mut bytes, [steps; 4], [alternating; 4], 127);
+        let step = |i: usize| if i % 2 == 1 { 127 - i } else { 127 + i } as u8;
+        let all: Vec<u8> = (0..L::N).map(step).collect();
+        assert_eq!(bytes[..4 * L::N], all.repeat(4));
+        // Sums and products that are exact.
+        assert_eq!(
+            l.largest(l.bits(l.near_mul_add(l.f(3.0), l.f(5.0), l.f(0.5)))),
+            15.5f32.to_bits()
+        );
         let counted = l.add_u(l.iota(), l.u(5));
         assert_eq!(l.largest(counted), 4 + L::N as u32);
         assert!(l.all_at_least(counted, 5) && !l.all_at_least(counted, 6));

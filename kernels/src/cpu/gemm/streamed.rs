@@ -53,8 +53,11 @@ const MIN_PARALLEL_BYTES: usize = 2 << 20;
 /// Whether one row is multiplied with columns that stay where they are.
 fn in_place(level: Level, p: &Product<'_>) -> bool {
     let one_row = p.a.rows == 1 && p.a.strides().1 == 1;
-    let columns = p.b.strides().0 == 1 && p.b.data().dtype() != DType::F16;
-    level > Level::Portable && one_row && columns
+    #[cfg(target_arch = "x86_64")]
+    let reads = super::x86::row::reads(level, p.b.data().dtype());
+    #[cfg(not(target_arch = "x86_64"))]
+    let reads = level > Level::Portable && p.b.data().dtype() != DType::F16;
+    reads && one_row && p.b.strides().0 == 1
 }
 
 /// Operands `a` of all products, packed one after the other.
@@ -109,22 +112,25 @@ unsafe fn column(
     for p in products {
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
-        let in_place = in_place(kernel.level, p);
+        #[cfg(target_arch = "x86_64")]
+        if in_place(kernel.level, p) {
+            let columns = p.b.part(0, col, k, cols).transposed();
+            let place = TileIo::new(to, stride, start, first, col);
+            let (a, stretch) = (&packed[..k], p.depth().stretch());
+            // SAFETY: the processor has the instructions; the caller's promise.
+            unsafe { super::x86::row::row(kernel.level, columns, a, stretch, p.factor, place) };
+            (first, packed) = (false, &packed[height * k..]);
+            continue;
+        }
         let form = kernel.form(p);
         let bound = match form {
-            Form::Pair if !in_place => bounds.next().copied().unwrap_or(0),
-            _ => NO_LEAST,
+            Form::Single => NO_LEAST,
+            Form::Pair => bounds.next().copied().unwrap_or(0),
         };
         for (at, depth) in stretches(k, p.depth().stretch()) {
             let part = p.b.part(at, col, depth, cols).transposed();
             let place = TileIo::new(to, stride, start, first, col);
             first = false;
-            #[cfg(target_arch = "x86_64")]
-            if in_place {
-                // SAFETY: the processor has the instructions; the caller's promise.
-                unsafe { super::x86::row::row(part, &packed[at..][..depth], p.factor, place) };
-                continue;
-            }
             let least = pack(kernel.level, form, kernel.cols, part, space);
             let panels = Panels {
                 form,

@@ -297,7 +297,7 @@ fn products_larger_than_one_packed_part_have_the_bits_of_the_definition() {
 fn products_of_one_row_have_the_bits_of_the_definition() {
     let mut seed = 11;
     for n in [1, 7, 8, 9, 16, 50, 100] {
-        for k in [1, 3, 4, 15, 16, 17, 32, 40, 300] {
+        for k in [1, 3, 4, 15, 16, 17, 32, 40, 300, 512, 1040, 1800, 2048] {
             let (left, right) = (Values::new(k, &mut seed), Values::new(k * n, &mut seed));
             let bias = Values::new(n, &mut seed).wide;
             for dtype in [DType::F32, DType::BF16, DType::F16] {

@@ -2,7 +2,8 @@
 //!
 //! Every column is read once, a cache line at a time. Sixteen bytes of eight columns make a square, which is
 //! transposed in registers. So a vector has the same `k` of eight columns, and each lane continues the chain of its
-//! column. A square of bf16 is transposed as pairs, which a shift and a mask make f32.
+//! column. A square of bf16 is transposed as pairs, which a shift and a mask make f32. This is the form for AVX2;
+//! [`avx512`] has wider squares.
 
 #[allow(
     clippy::wildcard_imports,
@@ -10,10 +11,13 @@
 )]
 use std::arch::x86_64::*;
 
+mod avx512;
+
 use super::avx2::lanes;
 use crate::cpu::gemm::kernel::TileIo;
+use crate::cpu::gemm::stretches;
 use crate::cpu::matrix::{Floats, Matrix};
-use crate::cpu::simd::prefetch;
+use crate::cpu::simd::{Level, prefetch};
 use crate::{DType, Float};
 
 /// Columns whose chains run at one time.
@@ -27,27 +31,69 @@ const SQUARES: usize = 4;
 /// Prefetch distance along a column in bytes.
 const AHEAD_BYTES: usize = 512;
 
-/// `to = from + factor * a @ b` for one row `a`, and `columns [n, a.len()]` of f32 or bf16.
+/// Whether columns of this type are read in place.
+pub(in crate::cpu::gemm) fn reads(level: Level, dtype: DType) -> bool {
+    level >= Level::V4 || (level == Level::V3 && dtype != DType::F16)
+}
+
+/// `to = from + factor * chain + …` for one row `a`, and `columns [n, a.len()]` of a type that the level [`reads`], with a
+/// chain for each stretch.
 ///
 /// # Safety
-/// The processor has AVX2 and FMA. The place has one row of `n` elements, and only this thread accesses those that
-/// are written.
-pub(in crate::cpu::gemm) unsafe fn row(columns: Matrix<'_>, a: &[f32], factor: f32, place: TileIo) {
+/// The processor has the instructions of the level. The place has one row of `n` elements, and only this thread
+/// accesses those that are written.
+pub(in crate::cpu::gemm) unsafe fn row(
+    level: Level,
+    columns: Matrix<'_>,
+    a: &[f32],
+    stretch: usize,
+    factor: f32,
+    place: TileIo,
+) {
     let (stride, beside) = columns.strides();
     let (n, depth) = (columns.rows, columns.cols);
     assert!(beside == 1 && depth == a.len(), "{n} columns of {depth}");
     // SAFETY: the caller's promises.
     unsafe {
-        match columns.data() {
-            Floats::F32(b) => row_of(b, stride, n, a, factor, place),
-            Floats::BF16(b) => row_of(b, stride, n, a, factor, place),
-            Floats::F16(_) => unreachable!("columns of f16 are packed"),
+        match (columns.data(), level) {
+            (Floats::F32(b), _) => row_at(level, b, stride, n, a, stretch, factor, place),
+            (Floats::BF16(b), _) => row_at(level, b, stride, n, a, stretch, factor, place),
+            (Floats::F16(b), Level::V4 | Level::V4Bf16) => {
+                row_at(level, b, stride, n, a, stretch, factor, place)
+            }
+            (Floats::F16(_), _) => unreachable!("columns of f16 are packed"),
         }
     }
 }
 
 /// # Safety
 /// As [`row`].
+unsafe fn row_at<T: Float>(
+    level: Level,
+    b: &[T],
+    stride: usize,
+    n: usize,
+    a: &[f32],
+    stretch: usize,
+    factor: f32,
+    mut place: TileIo,
+) {
+    assert!(n == 0 || (n - 1) * stride + a.len() <= b.len());
+    // SAFETY: the caller's promises, and the assertion.
+    unsafe {
+        if level >= Level::V4 {
+            return avx512::row_of(b, stride, n, a, stretch, factor, place);
+        }
+        for (first, len) in stretches(a.len(), stretch) {
+            let a = &a[first..][..len];
+            row_of(&b[first.min(b.len())..], stride, n, a, factor, place);
+            place.from = place.to;
+        }
+    }
+}
+
+/// # Safety
+/// As [`row`]. All columns have the length of `a`.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn row_of<T: Float>(
     b: &[T],
@@ -57,14 +103,13 @@ unsafe fn row_of<T: Float>(
     factor: f32,
     place: TileIo,
 ) {
-    assert!(n == 0 || (n - 1) * stride + a.len() <= b.len());
     for first in (0..n).step_by(COLS) {
         let wide = COLS.min(n - first);
         // Columns that do not exist are copies of the last one.
         let column = |i: usize| b[(first + i.min(wide - 1)) * stride..].as_ptr();
         let columns: [[*const T; N]; 2] =
             [0, N].map(|half| std::array::from_fn(|i| column(half + i)));
-        // SAFETY: by the assertion all columns have the length of `a`. Masked lanes are neither read nor written.
+        // SAFETY: all columns have the length of `a`. Masked lanes are neither read nor written.
         unsafe {
             let factor = _mm256_set1_ps(factor);
             for (i, chain) in chains(&columns, a.as_ptr(), a.len())
