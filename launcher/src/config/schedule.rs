@@ -52,6 +52,14 @@ impl FromStr for SchedulerKwargs {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut kwargs = Self::default();
+        let pairs;
+        let text = match text.trim_start().starts_with('{') {
+            true => {
+                pairs = of_json(text)?;
+                &pairs
+            }
+            false => text,
+        };
         for part in text
             .split(',')
             .map(str::trim)
@@ -110,6 +118,22 @@ impl FromStr for SchedulerKwargs {
     }
 }
 
+/// The pairs `name=value` of a JSON object, as the Hugging Face trainers take these arguments.
+fn of_json(text: &str) -> Result<String, Text> {
+    let object: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_str(text).map_err(|_| {
+            text!(
+                "'{text}' is neither name=value nor a JSON object",
+                "'{text}' 既不是 name=value，也不是 JSON 对象"
+            )
+        })?;
+    let pair = |(name, value): (&String, &serde_json::Value)| match value {
+        serde_json::Value::String(word) => format!("{name}={word}"),
+        other => format!("{name}={other}"),
+    };
+    Ok(object.iter().map(pair).collect::<Vec<_>>().join(","))
+}
+
 impl fmt::Display for SchedulerKwargs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shape = match self.warmup.shape {
@@ -143,12 +167,16 @@ mod tests {
             "",
             "warmup_type=linear",
             "warmup_min_lr=1e-7, cos_min_ratio=0.1,total_num_steps=500",
+            "{}",
+            r#"{"warmup_type": "linear", "cos_min_ratio": 0.1}"#,
         ] {
             let read: SchedulerKwargs = text.parse().expect(text);
             assert_eq!(read.to_string().parse(), Ok(read), "{text}");
         }
         let linear: SchedulerKwargs = "warmup_type=linear".parse().expect("reads");
         assert_eq!(linear.warmup.shape, WarmupShape::Linear);
+        let json = r#"{"warmup_type": "linear"}"#.parse();
+        assert_eq!(json, Ok(linear));
         for bad in [
             "linear",
             "warmup_type=cosine",
@@ -156,6 +184,8 @@ mod tests {
             "cos_min_ratio=2",
             "total_num_steps=0",
             "num_cycles=2",
+            r#"{"num_cycles": 2}"#,
+            r#"{"warmup_type": "#,
         ] {
             assert!(bad.parse::<SchedulerKwargs>().is_err(), "{bad}");
         }
