@@ -86,8 +86,8 @@ pub struct Args {
     pub tokenizer: Option<PathBuf>,
     /// Training samples: files or directories, separated by commas
     ///
-    /// Their form is one of --data-format. FILE:2 takes a file twice an epoch, FILE:0.5 a half of it. DIR#train is one split
-    /// of several; - is standard input.
+    /// Their form is one of --data-format. FILE:2 takes a file twice an epoch, FILE:0.5 a half of it, FILE#500 as many samples.
+    /// DIR#train is one split of several; - is standard input.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples, in the same forms as --data
