@@ -462,7 +462,9 @@ pub struct Args {
     /// Learning rate schedule
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Training")]
     pub lr_scheduler_type: Option<Scheduler>,
-    /// Arguments of the DeepSpeed schedules, such as warmup_type=linear,cos_min_ratio=0.1
+    /// Arguments of the schedule, such as min_lr_rate=0.1, also as JSON
+    ///
+    /// Names are those of Hugging Face (num_cycles, min_lr, min_lr_rate, power, lr_end, timescale) and of DeepSpeed: warmup_type=linear,cos_min_ratio=0.1.
     #[arg(long, value_name = "NAME=X", help_heading = "Training")]
     pub lr_scheduler_kwargs: Option<SchedulerKwargs>,
     /// Warmup as a share of all steps
@@ -1173,7 +1175,7 @@ mod tests {
             "--device gpu",
             "--offload nvme",
             "--zero",
-            "--lr-scheduler-type polynomial",
+            "--lr-scheduler-type reduce_lr_on_plateau",
             "--report_to nothing",
             "--host-memory-limit 5X",
             "stray --zero 1",

@@ -224,7 +224,7 @@ fn unset(flag: &str) -> &'static str {
         "lora-target-modules" | "modules-to-save" => "those of the model's family",
         "preset" | "config" | "deepspeed" | "inject" | "adapter" => "none",
         "strict-config" => "`false`",
-        "lr-scheduler-kwargs" => "DeepSpeed's",
+        "lr-scheduler-kwargs" => "those of its source",
         "no-decay" => "norm weights and biases",
         "train" => "the switches below",
         "freeze" => "nothing more",

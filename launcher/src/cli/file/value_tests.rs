@@ -187,10 +187,10 @@ fn lists_and_sections_of_a_file_are_honored_or_named() {
         ("accelerator_config: {split_batches: true}", "ZeRO stage"),
         ("fsdp_config: {min_num_params: 1}", "ZeRO stage"),
         (
-            "lr_scheduler_kwargs: {num_cycles: 2}",
-            "'num_cycles' is not one of",
+            "lr_scheduler_kwargs: {num_stable_steps: 2}",
+            "'num_stable_steps' is not one of",
         ),
-        ("lr_scheduler_type: polynomial", "linear, cosine"),
+        ("lr_scheduler_type: greedy", "linear, cosine"),
         ("learning_rate: {vision: 1e-5}", "one value"),
     ] {
         let failure = of(text).expect_err(text);
