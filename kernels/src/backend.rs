@@ -358,7 +358,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Number of rows of which each part of a sum over `total` rows has a multiple, the last part excepted. On the CPU
-    /// sums in such parts have the bits of the sum over all rows. On GPUs they may differ in the last bits.
+    /// sums in such parts have the bits of the sum over all rows. On GPUs they may differ in the last bits: our kernels split a
+    /// sum by the number of rows, and cuBLASLt chooses its algorithm by shape.
     fn part_step(&self, _total: usize) -> usize {
         1
     }

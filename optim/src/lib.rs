@@ -72,5 +72,5 @@ pub use loss_scale::{LossScale, LossScaler};
 pub use optimizer::{
     Coverage, GradChunk, Optimizer, Precision, StateChunk, StateSlot, StepArgs, WeightChunk,
 };
-pub use schedule::{Schedule, ScheduleKind};
+pub use schedule::{CurveOptions, Schedule, ScheduleKind};
 pub use warmup::{WarmupOptions, WarmupShape};

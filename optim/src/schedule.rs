@@ -22,6 +22,16 @@ pub enum ScheduleKind {
     Linear,
     /// Linear warmup, then half a cosine wave that reaches zero at `total_steps`.
     Cosine,
+    /// Hugging Face's `cosine_with_restarts`: linear warmup, then `num_cycles` half cosine waves (1), each down to zero.
+    CosineWithRestarts(CurveOptions),
+    /// Hugging Face's `cosine_with_min_lr`: linear warmup, then `num_cycles` cosine waves (0.5) down to `min_lr`, or to the
+    /// share `min_lr_rate` of the base rate.
+    CosineWithMinLr(CurveOptions),
+    /// Hugging Face's `polynomial`: linear warmup, then a curve of the power `power` (1) down to the rate `lr_end` (1e-7).
+    Polynomial(CurveOptions),
+    /// Hugging Face's `inverse_sqrt`: linear warmup, then the base rate over the root of the steps. It counts them in
+    /// `timescale`, by default the warmup, or 10 000 without one.
+    InverseSqrt(CurveOptions),
     /// SwissArmyTransformer's schedule. The first 100 updates use a twentieth of the base rate, or the linear
     /// warmup's rate while that is lower. Then half a cosine wave falls from the base rate to a tenth of it.
     SatCosine,
@@ -33,6 +43,25 @@ pub enum ScheduleKind {
     WarmupCosineLr(WarmupOptions),
 }
 
+/// Arguments of Hugging Face's schedules, besides steps and base rate. `None` takes their default. Each schedule ignores
+/// those of the others.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CurveOptions {
+    /// Waves of the two cosines.
+    pub num_cycles: Option<f64>,
+    /// Power of the polynomial.
+    pub power: Option<f64>,
+    /// Rate at the end of the polynomial.
+    pub lr_end: Option<f64>,
+    /// Rate at the end of `cosine_with_min_lr`.
+    pub min_lr: Option<f64>,
+    /// The same as a share of the base rate, where `min_lr` is absent.
+    pub min_lr_rate: Option<f64>,
+    /// Steps in which the inverse root falls from 1 to 1/√2.
+    pub timescale: Option<u64>,
+}
+
 /// Updates at the start of [`ScheduleKind::SatCosine`] that use at most [`SAT_AUTO_RATE`] of the base rate.
 const SAT_AUTO_STEPS: u64 = 100;
 const SAT_AUTO_RATE: f64 = 0.05;
@@ -40,7 +69,7 @@ const SAT_AUTO_RATE: f64 = 0.05;
 const SAT_DECAY_RATIO: f64 = 0.1;
 
 impl ScheduleKind {
-    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, sat_cosine, warmup_lr, warmup_decay_lr, warmup_cosine_lr";
+    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, cosine_with_min_lr, polynomial, inverse_sqrt, sat_cosine, warmup_lr, warmup_decay_lr, warmup_cosine_lr";
 
     /// Name of the schedule on command lines and in configuration files, e.g. `warmup_lr`.
     #[must_use]
@@ -50,6 +79,10 @@ impl ScheduleKind {
             Self::ConstantWithWarmup => "constant_with_warmup",
             Self::Linear => "linear",
             Self::Cosine => "cosine",
+            Self::CosineWithRestarts(_) => "cosine_with_restarts",
+            Self::CosineWithMinLr(_) => "cosine_with_min_lr",
+            Self::Polynomial(_) => "polynomial",
+            Self::InverseSqrt(_) => "inverse_sqrt",
             Self::SatCosine => "sat_cosine",
             Self::WarmupLr(_) => "warmup_lr",
             Self::WarmupDecayLr(_) => "warmup_decay_lr",
@@ -80,6 +113,10 @@ impl FromStr for ScheduleKind {
             Self::ConstantWithWarmup,
             Self::Linear,
             Self::Cosine,
+            Self::CosineWithRestarts(CurveOptions::default()),
+            Self::CosineWithMinLr(CurveOptions::default()),
+            Self::Polynomial(CurveOptions::default()),
+            Self::InverseSqrt(CurveOptions::default()),
             Self::SatCosine,
             Self::WarmupLr(WarmupOptions::default()),
             Self::WarmupDecayLr(WarmupOptions::default()),
@@ -139,15 +176,44 @@ impl Schedule {
             return step as f64 / self.warmup_steps as f64;
         }
         let decay_steps = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
+        let progress = (step - self.warmup_steps) as f64 / decay_steps;
         match self.kind {
-            ScheduleKind::Linear => self.total_steps.saturating_sub(step) as f64 / decay_steps,
-            ScheduleKind::Cosine | ScheduleKind::SatCosine => {
-                let progress = (step - self.warmup_steps) as f64 / decay_steps;
-                (0.5 * (1.0 + (PI * progress).cos())).max(0.0)
+            ScheduleKind::CosineWithRestarts(options) => {
+                let cycles = options.num_cycles.unwrap_or(1.0);
+                match progress < 1.0 {
+                    true => half_wave((cycles * progress) % 1.0),
+                    false => 0.0,
+                }
             }
+            ScheduleKind::CosineWithMinLr(options) => {
+                let cycles = options.num_cycles.unwrap_or(0.5);
+                let end = options.min_lr.map(|rate| rate / self.base_lr);
+                let end = end.or(options.min_lr_rate).unwrap_or(0.0);
+                half_wave(2.0 * cycles * progress) * (1.0 - end) + end
+            }
+            ScheduleKind::Polynomial(options) => {
+                let end = options.lr_end.unwrap_or(1e-7) / self.base_lr;
+                let left = (1.0 - progress).max(0.0);
+                (1.0 - end) * left.powf(options.power.unwrap_or(1.0)) + end
+            }
+            ScheduleKind::InverseSqrt(options) => {
+                let scale = options.timescale.unwrap_or(match self.warmup_steps {
+                    0 => 10_000,
+                    steps => steps,
+                });
+                let since = (step - self.warmup_steps) as f64 / scale.max(1) as f64;
+                1.0 / (since + 1.0).sqrt()
+            }
+            ScheduleKind::Linear => self.total_steps.saturating_sub(step) as f64 / decay_steps,
+            ScheduleKind::Cosine | ScheduleKind::SatCosine => half_wave(progress),
             _ => 1.0,
         }
     }
+}
+
+/// A cosine from 1 at 0 to 0 at 1.
+fn half_wave(progress: f64) -> f64 {
+    (0.5 * (1.0 + (PI * progress).cos())).max(0.0)
 }
 
 impl Schedule {
@@ -256,6 +322,88 @@ mod tests {
         assert_lrs(schedule(ScheduleKind::Cosine, 2, 10), &expected);
     }
 
+    /// Factors that the functions of transformers' `optimization.py` give for 10 updates, 2 of them warmup, and a base rate
+    /// of 2e-5.
+    #[test]
+    fn schedules_of_hugging_face_with_arguments_have_its_values() {
+        let close = |kind: ScheduleKind, expected: [f64; 5]| {
+            for (step, factor) in [1, 3, 5, 7, 10].into_iter().zip(expected) {
+                let got = schedule(kind, 2, 10).lr(step) / 2e-5;
+                assert!((got - factor).abs() < 1e-12, "{kind:?} {step}: {got}");
+            }
+        };
+        let options = CurveOptions::default();
+        let restarts = |num_cycles| {
+            ScheduleKind::CosineWithRestarts(CurveOptions {
+                num_cycles,
+                ..options
+            })
+        };
+        let expected = [
+            0.5,
+            0.961_939_766_255_643_4,
+            0.691_341_716_182_544_9,
+            0.308_658_283_817_455_1,
+            0.0,
+        ];
+        close(restarts(None), expected);
+        let expected = [
+            0.5,
+            0.853_553_390_593_273_7,
+            0.146_446_609_406_726_3,
+            0.853_553_390_593_273_7,
+            0.0,
+        ];
+        close(restarts(Some(2.0)), expected);
+        let expected = [
+            0.5,
+            0.965_745_789_630_079_1,
+            0.722_207_544_564_290_4,
+            0.377_792_455_435_709_6,
+            0.1,
+        ];
+        for (min_lr, min_lr_rate) in [(Some(2e-6), None), (None, Some(0.1))] {
+            let options = CurveOptions {
+                min_lr,
+                min_lr_rate,
+                ..options
+            };
+            close(ScheduleKind::CosineWithMinLr(options), expected);
+        }
+        let expected = [0.5, 0.875_625, 0.626_875, 0.378_125, 0.005];
+        close(ScheduleKind::Polynomial(options), expected);
+        let squared = CurveOptions {
+            power: Some(2.0),
+            lr_end: Some(1e-6),
+            ..options
+        };
+        let expected = [0.5, 0.777_343_75, 0.421_093_75, 0.183_593_75, 0.05];
+        close(ScheduleKind::Polynomial(squared), expected);
+        let expected = [
+            0.5,
+            0.816_496_580_927_726_1,
+            0.632_455_532_033_675_9,
+            0.534_522_483_824_848_8,
+            0.447_213_595_499_957_9,
+        ];
+        close(ScheduleKind::InverseSqrt(options), expected);
+        let slow = CurveOptions {
+            timescale: Some(8),
+            ..options
+        };
+        let expected = [
+            0.5,
+            0.942_809_041_582_063_5,
+            0.852_802_865_422_441_7,
+            0.784_464_540_552_737,
+            std::f64::consts::FRAC_1_SQRT_2,
+        ];
+        close(ScheduleKind::InverseSqrt(slow), expected);
+        // Without a warmup it takes ten thousand steps.
+        let long = schedule(ScheduleKind::InverseSqrt(options), 0, 10).lr(10_000) / 2e-5;
+        assert!((long - 0.5_f64.sqrt()).abs() < 1e-12, "{long}");
+    }
+
     #[test]
     fn sat_cosine_jumps_after_a_hundred_updates() {
         // Values that SwissArmyTransformer computes for 800 updates, 16 of them warmup, and a base rate of 1e-5.
@@ -329,6 +477,14 @@ mod tests {
                 format!("\"{}\"", kind.name())
             );
         }
-        assert!("inverse_sqrt".parse::<ScheduleKind>().is_err());
+        for kind in [
+            ScheduleKind::CosineWithMinLr(CurveOptions::default()),
+            ScheduleKind::Polynomial(CurveOptions::default()),
+        ] {
+            assert_eq!(kind.name().parse::<ScheduleKind>().unwrap(), kind);
+            let json = serde_json::to_string(&kind).unwrap();
+            assert_eq!(serde_json::from_str::<ScheduleKind>(&json).unwrap(), kind);
+        }
+        assert!("reduce_lr_on_plateau".parse::<ScheduleKind>().is_err());
     }
 }

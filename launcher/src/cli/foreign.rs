@@ -14,6 +14,10 @@ const ALWAYS_TRAIN: Both = both(
     "a run trains, and evaluates where --eval-data is given",
     "运行总是训练，给出 --eval-data 时还会评估",
 );
+const EVALUATED_FIRST: Both = both(
+    "held-out samples are evaluated before the first step, too",
+    "第一步之前也会评估留出样本",
+);
 const RECOMPUTE: Both = both(
     "activations are recomputed block by block; --checkpoint-activations says where",
     "激活按块重算；--checkpoint-activations 指定范围",
@@ -76,7 +80,7 @@ pub(crate) const OTHER_REPORT: Both = both(
     "不向其他程序报告；--report-to tensorboard 会写出事件文件，`wandb sync` 可以读取",
 );
 /// Values of `report_to` in transformers and its relatives that name programs.
-const REPORTS: [&str; 12] = [
+const REPORTS: [&str; 13] = [
     "all",
     "azure_ml",
     "clearml",
@@ -88,16 +92,17 @@ const REPORTS: [&str; 12] = [
     "mlflow",
     "neptune",
     "swanlab",
+    "trackio",
     "wandb",
 ];
 
-/// A value of `report_to`, words separated by commas, without the programs that are not reported to; `None` if no word
-/// is left.
-pub(crate) fn without_other_reports(value: &str) -> Option<String> {
+/// A value of `report_to`, words separated by commas: those for this program, `None` if no word is left, and the
+/// programs that are not reported to.
+pub(crate) fn split_reports(value: &str) -> (Option<String>, Vec<&str>) {
     let words = value.split(',').map(str::trim);
     let is_other = |word: &&str| REPORTS.iter().any(|name| name.eq_ignore_ascii_case(word));
-    let left: Vec<&str> = words.filter(|word| !is_other(word)).collect();
-    (!left.is_empty()).then(|| left.join(","))
+    let (others, left): (Vec<&str>, Vec<&str>) = words.partition(is_other);
+    ((!left.is_empty()).then(|| left.join(",")), others)
 }
 
 /// Flags of other trainers, such as Hugging Face's, that are accepted but have no effect: (name in
@@ -109,7 +114,6 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("llm_type", FAMILY),
     ("batch_vision", FAMILY),
     ("trust_remote_code", FAMILY),
-    ("do_train", ALWAYS_TRAIN),
     ("do_eval", ALWAYS_TRAIN),
     ("do_predict", ALWAYS_TRAIN),
     ("prediction_loss_only", ALWAYS_TRAIN),
@@ -164,6 +168,7 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("liger_kernel_config", NO_PYTHON),
     ("use_legacy_prediction_loop", EVAL_PRECISION),
     ("eval_do_concat_batches", EVAL_PRECISION),
+    ("eval_on_start", EVALUATED_FIRST),
     ("batch_eval_metrics", EVAL_PRECISION),
     ("eval_use_gather_object", EVAL_PRECISION),
     ("include_inputs_for_metrics", METRICS),
@@ -183,8 +188,6 @@ pub const IGNORED: &[(&str, Both)] = &[
     ("half_precision_backend", NO_PYTHON),
     ("tf32", NO_PYTHON),
     ("full_determinism", NO_PYTHON),
-    ("use_cpu", NO_PYTHON),
-    ("no_cuda", NO_PYTHON),
     ("push_to_hub", HUB),
     ("hub_model_id", HUB),
     ("hub_token", HUB),
@@ -218,6 +221,15 @@ pub struct Restricted {
 
 /// Flags of other trainers that are refused unless their value matches what this program does anyway.
 pub const RESTRICTED: &[Restricted] = &[
+    Restricted {
+        name: "do_train",
+        neutral: &["true"],
+        reason: ALWAYS_TRAIN,
+        next: both(
+            "`launcher eval` evaluates and `launcher generate` answers",
+            "`launcher eval` 用于评估，`launcher generate` 用于回答",
+        ),
+    },
     Restricted {
         name: "lora_bias",
         neutral: &["none"],
@@ -271,18 +283,6 @@ pub const RESTRICTED: &[Restricted] = &[
         neutral: &["false"],
         reason: both("the optimizer is AdamW", "优化器是 AdamW"),
         next: both("--optim adamw_torch", "--optim adamw_torch"),
-    },
-    Restricted {
-        name: "eval_on_start",
-        neutral: &["false"],
-        reason: both(
-            "the loss of held-out samples is computed after steps",
-            "留出样本的损失在若干步之后计算",
-        ),
-        next: both(
-            "`launcher eval --model DIR --data FILE` evaluates the base model",
-            "`launcher eval --model DIR --data FILE` 评估基座模型",
-        ),
     },
     Restricted {
         name: "eval_delay",

@@ -29,6 +29,11 @@ pub struct AskedRanks {
     /// Compare the GPUs with the CPU before the weights are read
     #[arg(long, value_enum)]
     pub verify_gpu: Option<VerifyGpu>,
+    /// Compute feed-forward layers in tiles of N tokens or patches
+    ///
+    /// Their inner values then exist for one tile only: long prompts need less memory. On the CPU no bit changes, on a GPU last bits may.
+    #[arg(long, value_name = "N")]
+    pub mlp_tile_tokens: Option<usize>,
     /// Largest area of an image in pixels (GLM-4.1V)
     ///
     /// Larger images are resized. The model directory's own bound holds besides. The variable MAX_PIXELS sets it too.

@@ -50,12 +50,12 @@ pub use explain::ExplainArgs;
 pub use explain_config::ExplainConfigArgs;
 pub use export::{ExportArgs, ExportDtype, ExportFormat, ImportArgs};
 pub use foreign::{IGNORED, RESTRICTED};
-pub(crate) use foreign::{OTHER_REPORT, without_other_reports};
+pub(crate) use foreign::{OTHER_REPORT, split_reports};
 pub use generate::{AskedRanks, EvalArgs, GenerateArgs};
 pub use help::{CompletionsArgs, ManArgs};
 pub use normalise::Note;
 use normalise::Subcommand;
-pub(crate) use normalise::{FileKey, file_key};
+pub(crate) use normalise::{FileKey, file_key, typed_value};
 pub use plan::{Hardware, PlanArgs};
 pub use presets::{PRESETS, Preset};
 pub(crate) use resolve::refuse_weights;
@@ -86,8 +86,8 @@ pub struct Args {
     pub tokenizer: Option<PathBuf>,
     /// Training samples: files or directories, separated by commas
     ///
-    /// Their form is one of --data-format. FILE:2 takes a file twice an epoch, FILE:0.5 a half of it. DIR#train is one split
-    /// of several; - is standard input.
+    /// Their form is one of --data-format. FILE:2 takes a file twice an epoch, FILE:0.5 a half of it, FILE#500 as many samples.
+    /// DIR#train is one split of several; - is standard input.
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Held-out samples, in the same forms as --data
@@ -412,7 +412,7 @@ pub struct Args {
     pub checkpoint_num_layers: Option<usize>,
     /// Compute feed-forward layers in tiles of N tokens or patches
     ///
-    /// Their inner values then exist for one tile only: long samples need less memory, for most of one more forward pass of these layers. On the CPU no bit changes, and tiles are a little larger than N; on a GPU the last bits of gradients may differ.
+    /// Their inner values then exist for one tile only: long samples need less memory, for most of one more forward pass of these layers. On the CPU no bit changes, and tiles are a little larger than N; on a GPU last bits may differ, because products split their sums by the number of rows.
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub mlp_tile_tokens: Option<usize>,
     /// `true` is `--checkpoint-activations all`, `false` is none
@@ -462,7 +462,9 @@ pub struct Args {
     /// Learning rate schedule
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Training")]
     pub lr_scheduler_type: Option<Scheduler>,
-    /// Arguments of the DeepSpeed schedules, such as warmup_type=linear,cos_min_ratio=0.1
+    /// Arguments of the schedule, such as min_lr_rate=0.1, also as JSON
+    ///
+    /// Names are those of Hugging Face (num_cycles, min_lr, min_lr_rate, power, lr_end, timescale) and of DeepSpeed: warmup_type=linear,cos_min_ratio=0.1.
     #[arg(long, value_name = "NAME=X", help_heading = "Training")]
     pub lr_scheduler_kwargs: Option<SchedulerKwargs>,
     /// Warmup as a share of all steps
@@ -1173,7 +1175,7 @@ mod tests {
             "--device gpu",
             "--offload nvme",
             "--zero",
-            "--lr-scheduler-type polynomial",
+            "--lr-scheduler-type reduce_lr_on_plateau",
             "--report_to nothing",
             "--host-memory-limit 5X",
             "stray --zero 1",

@@ -1,14 +1,14 @@
 //! Rewriting of a command line to the frozen flags: subcommand, snake_case, aliases, foreign flags.
 
 use crate::config::words::nearest;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 
 use clap::{ArgAction, CommandFactory};
 
 use super::foreign::{IGNORED, RESTRICTED};
 use super::trainers::{self, Effect, Meaning, Trainer};
-use super::{ALIASES, Args, OTHER_REPORT, without_other_reports};
+use super::{ALIASES, Args, OTHER_REPORT, split_reports};
 use crate::error::Failure;
 use crate::error::format::{self, ErrorFormat};
 use crate::lang::{self, Both, Lang, Text, both, text};
@@ -180,7 +180,7 @@ pub(super) fn normalise(
         let mut values = inline.map_or_else(Vec::new, |value| vec![value]);
         if let Some(meaning) = trainers::own_meaning(trainer, &key) {
             take_values(&mut rest, &mut values);
-            recipe_key(&mut line, &mut seen, meaning, &spelled, &values)?;
+            recipe_key(&mut line, &mut seen, &known, (meaning, &spelled), &values)?;
             continue;
         }
         match known.kind(&key) {
@@ -194,7 +194,14 @@ pub(super) fn normalise(
                 if flag == "report-to" {
                     take_values(&mut rest, &mut values);
                     let words = values.join(",");
-                    values = vec![without_other_reports(&words).unwrap_or(words)];
+                    let (left, others) = split_reports(&words);
+                    if left.is_some() && !others.is_empty() {
+                        line.notes.push(Note {
+                            flag: format!("{spelled} {}", others.join(",")),
+                            reason: OTHER_REPORT.into(),
+                        });
+                    }
+                    values = vec![left.unwrap_or(words)];
                 }
                 let Some(value) = values.pop() else {
                     return Err(Failure::usage(
@@ -229,13 +236,8 @@ pub(super) fn normalise(
                     values.extend(next.map(str::to_string));
                 }
                 let value = values.pop().unwrap_or_else(|| "true".to_string());
-                push(
-                    &mut line,
-                    &mut seen,
-                    flag,
-                    &spelled,
-                    value.to_ascii_lowercase(),
-                )?;
+                let value = known.typed(flag, value.to_ascii_lowercase());
+                push(&mut line, &mut seen, flag, &spelled, value)?;
             }
             // This flag is read from the raw line, so that mistakes on the line are printed in its format, too.
             None if key == format::FLAG => {
@@ -280,7 +282,7 @@ pub(super) fn normalise(
                 take_values(&mut rest, &mut values);
                 match trainers::meaning(trainer, &key) {
                     Some(meaning) => {
-                        recipe_key(&mut line, &mut seen, meaning, &spelled, &values)?;
+                        recipe_key(&mut line, &mut seen, &known, (meaning, &spelled), &values)?;
                     }
                     None => match foreign(&key, &spelled, &values)? {
                         Some(note) => line.notes.push(note),
@@ -334,7 +336,7 @@ fn without_effect(flag: &str, value: &str, trainer: Option<Trainer>) -> Option<B
             "the chat template of the model directory is used",
             "使用模型目录中的对话模板",
         )),
-        "report-to" if without_other_reports(value).is_none() => Some(OTHER_REPORT),
+        "report-to" if split_reports(value).0.is_none() => Some(OTHER_REPORT),
         _ => None,
     }
 }
@@ -347,8 +349,8 @@ fn is_value(flag: &str, value: &str) -> bool {
 fn recipe_key(
     line: &mut Line,
     seen: &mut BTreeMap<String, String>,
-    meaning: &Meaning,
-    spelled: &str,
+    known: &Known,
+    (meaning, spelled): (&Meaning, &str),
     values: &[String],
 ) -> Result<(), Failure> {
     let text = match values {
@@ -360,14 +362,10 @@ fn recipe_key(
         reason,
     };
     match meaning.effect(&text) {
-        Effect::Flag("", _) => {}
-        Effect::Flag(flag, value) => {
-            // Python's words.
-            let value = match value.as_str() {
-                "True" | "False" => value.to_ascii_lowercase(),
-                _ => value,
-            };
-            push(line, seen, flag, spelled, value)?;
+        Effect::Flags(flags) => {
+            for (flag, value) in flags {
+                push(line, seen, flag, spelled, known.typed(flag, value))?;
+            }
         }
         Effect::Here(reason) => line.notes.push(note(text!(
             "{text} is how it is done here: {reason}",
@@ -499,7 +497,7 @@ fn foreign(key: &str, spelled: &str, values: &[String]) -> Result<Option<Note>, 
         if rule
             .neutral
             .iter()
-            .any(|neutral| neutral.eq_ignore_ascii_case(value))
+            .any(|neutral| trainers::is_word(neutral, value))
         {
             return Ok(Some(Note {
                 flag: spelled.to_string(),
@@ -531,11 +529,18 @@ pub(crate) enum FileKey {
     Unknown(Option<String>),
 }
 
+/// The training flags.
+static TRAINING: LazyLock<Known> =
+    LazyLock::new(|| Known::new(Subcommand::Train, &Args::command()));
+
+/// The value of a training flag in this program's spelling: a boolean as `true` or `false`.
+pub(crate) fn typed_value(flag: &str, value: &str) -> String {
+    TRAINING.typed(flag, value.to_owned())
+}
+
 /// Meaning of `key` (kebab-case or snake_case) in a file of training flags.
 pub(crate) fn file_key(key: &str) -> FileKey {
-    static KNOWN: LazyLock<Known> =
-        LazyLock::new(|| Known::new(Subcommand::Train, &Args::command()));
-    let (key, known) = (key.replace('-', "_"), &*KNOWN);
+    let (key, known) = (key.replace('-', "_"), &*TRAINING);
     if let Some((flag, _)) = known.kind(&key) {
         return FileKey::Flag(flag.to_owned());
     }
@@ -604,13 +609,19 @@ enum Arity {
 struct Known {
     subcommand: Subcommand,
     flags: BTreeMap<String, (String, Arity)>,
+    /// Flags whose values are `true` and `false`.
+    switches: BTreeSet<String>,
 }
 
 impl Known {
     fn new(subcommand: Subcommand, command: &clap::Command) -> Self {
-        let mut flags = BTreeMap::new();
+        let (mut flags, mut switches) = (BTreeMap::new(), BTreeSet::new());
         for arg in command.get_arguments() {
             let Some(long) = arg.get_long() else { continue };
+            let values = arg.get_possible_values();
+            if values.iter().any(|value| value.get_name() == "true") {
+                switches.insert(long.to_owned());
+            }
             let optional = arg
                 .get_num_args()
                 .is_some_and(|range| range.min_values() == 0);
@@ -626,13 +637,25 @@ impl Known {
                 flags.insert(alias.to_string(), target);
             }
         }
-        Self { subcommand, flags }
+        Self {
+            subcommand,
+            flags,
+            switches,
+        }
     }
 
     fn kind(&self, key: &str) -> Option<(&str, Arity)> {
         self.flags
             .get(key)
             .map(|(flag, arity)| (flag.as_str(), *arity))
+    }
+
+    /// The value of a flag in this program's spelling: a boolean as `true` or `false`.
+    fn typed(&self, flag: &str, value: String) -> String {
+        match trainers::boolean(&value).filter(|_| self.switches.contains(flag)) {
+            Some(on) => on.to_string(),
+            None => value,
+        }
     }
 
     fn spellings(&self) -> impl Iterator<Item = &str> {

@@ -27,7 +27,8 @@ pub fn flag_table() -> Result<String, Failure> {
          For users who look for a flag. This page is generated (`cargo run -p launcher --example docs -- write`) and lists all of them;\n\
          `launcher --help` lists the thirty that most runs use.\n\n\
          `cargo run --release -p launcher -- [FLAGS]`. Flags are accepted in kebab-case and in snake_case, as\n\
-         `--flag value` and `--flag=value`. Booleans take an optional `true` or `false`. A flag overrides a `--config` file and\n\
+         `--flag value` and `--flag=value`. Booleans take an optional `true` or `false`, also as\n\
+         `yes`, `no`, `on`, `off`, `1`, `0` and with capitals. A flag overrides a `--config` file and\n\
          replaces `auto` in a `--deepspeed` file, where another difference is refused. Ranges are half-open as in Rust: `0..16` is 0 to 15.\n\
          The demo's defaults apply without `--model`; each is overridden by its flag.\n\
          Bytes: `K M G T KiB MiB …` are powers of 1024, `KB MB GB TB` powers of 1000, a bare number is bytes.\n",
@@ -223,7 +224,7 @@ fn unset(flag: &str) -> &'static str {
         "lora-target-modules" | "modules-to-save" => "those of the model's family",
         "preset" | "config" | "deepspeed" | "inject" | "adapter" => "none",
         "strict-config" => "`false`",
-        "lr-scheduler-kwargs" => "DeepSpeed's",
+        "lr-scheduler-kwargs" => "those of its source",
         "no-decay" => "norm weights and biases",
         "train" => "the switches below",
         "freeze" => "nothing more",

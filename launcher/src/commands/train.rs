@@ -91,8 +91,8 @@ pub(super) fn run_supervisor(
         screen.show(&Event::Info {
             label: both("tiles", "分块").into(),
             text: text!(
-                "feed-forward layers run on {tokens} tokens at a time; on a GPU the last bits of gradients may differ from a run without --mlp-tile-tokens",
-                "前馈层每次处理 {tokens} 个 token；在 GPU 上，梯度的最后几位可能与不用 --mlp-tile-tokens 的运行不同"
+                "feed-forward layers run on {tokens} tokens at a time; on a GPU last bits may differ from a run without --mlp-tile-tokens, because products split their sums by the number of rows",
+                "前馈层每次处理 {tokens} 个 token；在 GPU 上，矩阵乘积按行数拆分求和，结果的最后几位可能与不用 --mlp-tile-tokens 的运行不同"
             ),
         });
     }

@@ -218,6 +218,17 @@ pub enum Scheduler {
     Linear,
     /// Down to zero along half a cosine.
     Cosine,
+    /// The same in several waves.
+    #[value(name = "cosine_with_restarts", alias = "cosine-with-restarts")]
+    CosineWithRestarts,
+    /// Along half a cosine to a lowest rate.
+    #[value(name = "cosine_with_min_lr", alias = "cosine-with-min-lr")]
+    CosineWithMinLr,
+    /// Along a power of the steps that are left.
+    Polynomial,
+    /// By the root of the steps.
+    #[value(name = "inverse_sqrt", alias = "inverse-sqrt")]
+    InverseSqrt,
     /// That of SwissArmyTransformer: a slow start of 100 updates, then along half a cosine to a tenth.
     #[value(name = "sat_cosine", alias = "sat-cosine")]
     SatCosine,
@@ -238,13 +249,27 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// Whether `--lr-scheduler-kwargs` applies to this schedule; true for the three schedules of DeepSpeed.
+    /// Names of the arguments in `--lr-scheduler-kwargs` that this schedule takes.
     #[must_use]
-    pub const fn takes_arguments(self) -> bool {
-        matches!(
-            self,
-            Self::WarmupLr | Self::WarmupDecayLr | Self::WarmupCosineLr
-        )
+    pub const fn arguments(self) -> &'static [&'static str] {
+        match self {
+            Self::Linear
+            | Self::Cosine
+            | Self::SatCosine
+            | Self::Constant
+            | Self::ConstantWithWarmup => &[],
+            Self::CosineWithRestarts => &["num_cycles"],
+            Self::CosineWithMinLr => &["num_cycles", "min_lr", "min_lr_rate"],
+            Self::Polynomial => &["power", "lr_end"],
+            Self::InverseSqrt => &["timescale"],
+            Self::WarmupLr | Self::WarmupDecayLr | Self::WarmupCosineLr => &[
+                "warmup_type",
+                "warmup_min_lr",
+                "warmup_min_ratio",
+                "cos_min_ratio",
+                "total_num_steps",
+            ],
+        }
     }
 }
 

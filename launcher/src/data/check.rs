@@ -4,14 +4,14 @@ use crate::config::{BatchConfig, RunConfig};
 use crate::data::images::{self, ImageCheck, share_budget};
 use crate::data::losses::ImageLosses;
 use crate::data::problems::{self, Context, Problem};
-use crate::data::{self, ReadSamples, Reading, SampleSet, Sampler};
+use crate::data::{self, ReadSamples, Reading, SampleSet, Sampler, Taken};
 use crate::error::{ErrorCode, Failure};
 use crate::lang::{Text, both, text};
 use models::Processor;
 use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize};
 use std::path::Path;
 
-/// Reads and checks the first `limit` samples of `path`. With `--skip-bad-samples`, unusable samples are left out, and
+/// Reads and checks the samples of `path` that are `taken`. With `--skip-bad-samples`, unusable samples are left out, and
 /// all images are decoded to find them. `show` gets lines of progress.
 ///
 /// # Errors
@@ -20,7 +20,7 @@ use std::path::Path;
 pub(crate) fn check(
     config: &RunConfig,
     path: &Path,
-    limit: Option<usize>,
+    taken: Taken,
     processor: &dyn Processor,
     show: &mut dyn FnMut(Text),
 ) -> Result<SampleSet, Failure> {
@@ -32,7 +32,8 @@ pub(crate) fn check(
         format: config.samples.data_format,
         images: config.image_dir(),
         exif: config.samples.exif_rotation,
-        limit,
+        limit: taken.limit(),
+        held_out: taken.is_held_out(),
     };
     let model = config.model_dir();
     let mut images = ImageCheck::here(show);
@@ -123,11 +124,11 @@ pub(crate) fn check_samples(
 pub(crate) fn load(
     config: &RunConfig,
     path: &Path,
-    limit: Option<usize>,
+    taken: Taken,
     processor: &dyn Processor,
 ) -> Result<SampleSet, Failure> {
     if config.batch.skip_bad_samples || config.batch.tokens_per_batch.is_some() {
-        return check(config, path, limit, processor, &mut |_| ());
+        return check(config, path, taken, processor, &mut |_| ());
     }
     share_budget(config);
     let ReadSamples {
@@ -140,7 +141,8 @@ pub(crate) fn load(
             format: config.samples.data_format,
             images: config.image_dir(),
             exif: config.samples.exif_rotation,
-            limit,
+            limit: taken.limit(),
+            held_out: taken.is_held_out(),
         },
         processor,
     )?;
@@ -268,11 +270,11 @@ pub(crate) fn check_budget(most: usize, longest: Option<(usize, usize)>) -> Resu
 pub(crate) fn reload(
     config: &RunConfig,
     path: &Path,
-    limit: Option<usize>,
+    taken: Taken,
     processor: &dyn Processor,
     sizes: &[SampleSize],
 ) -> Result<SampleSet, Failure> {
-    let set = load(config, path, limit, processor)?;
+    let set = load(config, path, taken, processor)?;
     let sizes = sizes.to_vec();
     Ok(SampleSet { sizes, ..set })
 }

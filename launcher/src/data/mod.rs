@@ -19,5 +19,5 @@ pub use loader::{Loader, LoaderOptions, Prepared};
 pub use mix::Mix;
 pub use sampler::{Sampler, SamplerSizes};
 pub(crate) use samples::{
-    ReadSamples, Reading, SampleSet, encode_in_order, missed, read, verdicts,
+    ReadSamples, Reading, SampleSet, Taken, encode_in_order, missed, read, verdicts,
 };

@@ -2,7 +2,7 @@
 
 use crate::lang::{Text, both, text};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use models::Processor;
 use models::data::{EncodeOptions, RawSample, SampleError, data_files};
@@ -336,6 +336,14 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Text>
             image.display()
         ));
     }
+    if let Some((image, file)) = image_outside(context, problems) {
+        lines.push(text!(
+            "write {} instead of {}: relative paths do not leave the directory of images",
+            "请写 {}，而不是 {}：相对路径不能离开图片目录",
+            file.display(),
+            image.display()
+        ));
+    }
     if problems.iter().any(|problem| problem.kind == Kind::NoImage) {
         let text = both(
             "--text-without-cross true skips the cross attention for samples without an image",
@@ -380,19 +388,50 @@ pub(crate) fn remedies(context: &Context<'_>, problems: &[Problem]) -> Vec<Text>
     lines
 }
 
-/// A directory near the data that has the first missing image, and its path in the sample.
-fn image_directory<'c>(context: &Context<'c>, problems: &[Problem]) -> Option<(PathBuf, &'c Path)> {
+/// Paths of the images of samples whose images cannot be read.
+fn unread_images<'c>(
+    context: &Context<'c>,
+    problems: &[Problem],
+) -> impl Iterator<Item = &'c Path> {
+    let samples = context.samples;
     let images = problems
         .iter()
         .filter(|problem| problem.kind == Kind::Image)
-        .filter_map(|problem| context.samples.get(problem.index))
+        .filter_map(|problem| samples.get(problem.index))
         .flat_map(|sample| &sample.images);
-    let missing = images.map(|(_, path)| path.as_path()).find(|path| {
-        let file = context.images.file(path);
-        path.is_relative() && !is_inside(path) && file.is_none_or(|file| !file.is_file())
-    })?;
+    images.map(|(_, path)| path.as_path())
+}
+
+/// Whether a path goes up, which no directory of images allows.
+fn goes_up(path: &Path) -> bool {
+    path.is_relative() && path.components().any(|part| part == Component::ParentDir)
+}
+
+/// The directory of the first data file.
+fn data_directory(context: &Context<'_>) -> Option<PathBuf> {
     let data = data_files(context.path).into_iter().next()?;
-    let beside = std::path::absolute(data).ok()?.parent()?.to_owned();
+    Some(std::path::absolute(data).ok()?.parent()?.to_owned())
+}
+
+/// The first image whose path leaves the directory of images, and the file that it names beside the data.
+fn image_outside<'c>(context: &Context<'c>, problems: &[Problem]) -> Option<(&'c Path, PathBuf)> {
+    let path = unread_images(context, problems).find(|path| goes_up(path) && !is_inside(path))?;
+    let beside = data_directory(context)?;
+    let near = [beside, PathBuf::from(".")];
+    let mut files = near
+        .iter()
+        .filter_map(|near| near.join(path).canonicalize().ok());
+    Some((path, files.find(|file| file.is_file())?))
+}
+
+/// A directory near the data that has the first missing image, and its path in the sample.
+fn image_directory<'c>(context: &Context<'c>, problems: &[Problem]) -> Option<(PathBuf, &'c Path)> {
+    let missing = unread_images(context, problems).find(|path| {
+        let file = context.images.file(path);
+        let is_missing = file.is_none_or(|file| !file.is_file());
+        path.is_relative() && !goes_up(path) && !is_inside(path) && is_missing
+    })?;
+    let beside = data_directory(context)?;
     let mut near = vec![PathBuf::from("."), beside.clone()];
     for directory in std::iter::once(&*beside).chain(beside.parent()) {
         let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();

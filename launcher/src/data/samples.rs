@@ -83,6 +83,30 @@ pub(crate) struct Reading<'a> {
     pub(crate) exif: ExifRotation,
     /// Maximum number of samples to read, from the start.
     pub(crate) limit: Option<usize>,
+    /// Whether they are held-out samples: of a file with a number of samples only these are read, from its start.
+    pub(crate) held_out: bool,
+}
+
+/// Samples that a run reads of its data.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Taken {
+    /// So many of the training data, or all.
+    Training(Option<usize>),
+    /// Those of the held-out data.
+    HeldOut,
+}
+
+impl Taken {
+    pub(super) const fn limit(self) -> Option<usize> {
+        match self {
+            Self::Training(limit) => limit,
+            Self::HeldOut => None,
+        }
+    }
+
+    pub(super) const fn is_held_out(self) -> bool {
+        matches!(self, Self::HeldOut)
+    }
 }
 
 /// Samples as they were read.
@@ -105,7 +129,12 @@ pub(crate) fn read(
 ) -> Result<ReadSamples, Failure> {
     let format = reading.format.format();
     let sets = read_datasets(reading.path, format, reading.images);
-    let sets = sets.map_err(|error| refusal(reading.path, format, &error))?;
+    let mut sets = sets.map_err(|error| refusal(reading.path, format, &error))?;
+    for set in sets.iter_mut().filter(|_| reading.held_out) {
+        let taken = (set.samples.len() as f64 * set.weight).round() as usize;
+        set.samples.truncate(taken.max(1));
+        set.weight = 1.0;
+    }
     let files = sets.iter();
     let files = files
         .map(|set| DataFile::of(set, format, processor))

@@ -12,7 +12,7 @@ use super::{
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
 use crate::data::files::DataFile;
 use crate::data::images::LargestImage;
-use crate::data::{SampleSet, Sampler, check};
+use crate::data::{SampleSet, Sampler, Taken, check};
 use crate::error::Failure;
 use crate::error::failures::unusable;
 use crate::lang::{Both, Text, both, text};
@@ -44,9 +44,21 @@ pub(crate) fn prepare(
         show(Event::Info { label, text });
     };
     let processor = &*setup.processor;
-    let train = check::check(draft, &draft.data_file(), limit, processor, &mut progress)?;
+    let train = check::check(
+        draft,
+        &draft.data_file(),
+        Taken::Training(limit),
+        processor,
+        &mut progress,
+    )?;
     let eval = match draft.eval_file() {
-        Some(path) => Some(check::check(draft, &path, None, processor, &mut progress)?),
+        Some(path) => Some(check::check(
+            draft,
+            &path,
+            Taken::HeldOut,
+            processor,
+            &mut progress,
+        )?),
         None => None,
     };
     for set in std::iter::once(&train).chain(&eval) {
@@ -349,8 +361,15 @@ pub(crate) fn check_data(
     let dir = config.model_dir();
     let processor = models::open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
     let (limit, mut quiet) = (config.batch.limit, |_| ());
-    let train = check::check(config, &config.data_file(), limit, &*processor, &mut quiet)?;
+    let train = check::check(
+        config,
+        &config.data_file(),
+        Taken::Training(limit),
+        &*processor,
+        &mut quiet,
+    )?;
     let eval = config.eval_file();
-    let eval = eval.map(|path| check::check(config, &path, None, &*processor, &mut quiet));
+    let eval =
+        eval.map(|path| check::check(config, &path, Taken::HeldOut, &*processor, &mut quiet));
     Ok((processor, train, eval.transpose()?))
 }

@@ -7,8 +7,8 @@ use crate::config::{
     Device, Found, Offload, OptimizerInBackward, PrecisionChoice, Recompute, RunConfig, RunPlan,
     Tier, Workers,
 };
-use crate::data::SampleSet;
 use crate::data::check::{self, encode_options};
+use crate::data::{SampleSet, Taken};
 use crate::error::failures::unusable;
 use crate::error::{ErrorCode, Failure};
 use crate::lang::{both, text};
@@ -380,12 +380,16 @@ fn add_later(
 ) -> Result<(), Failure> {
     let dir = config.model_dir();
     let processor = models::open_processor(&dir).map_err(|e| unusable(&dir, &e))?;
-    let read = |path: &Path, limit: Option<usize>, sizes: &[SampleSize]| {
-        check::reload(config, path, limit, &*processor, sizes)
+    let read = |path: &Path, taken: Taken, sizes: &[SampleSize]| {
+        check::reload(config, path, taken, &*processor, sizes)
     };
-    let train = read(&config.data_file(), config.batch.limit, train)?;
+    let train = read(
+        &config.data_file(),
+        Taken::Training(config.batch.limit),
+        train,
+    )?;
     let eval = match (config.eval_file(), eval) {
-        (Some(path), Some(sizes)) => Some(read(&path, None, sizes)?),
+        (Some(path), Some(sizes)) => Some(read(&path, Taken::HeldOut, sizes)?),
         _ => None,
     };
     let mut count = counter(&train, eval.as_ref(), &*processor);

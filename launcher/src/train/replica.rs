@@ -7,7 +7,7 @@ use crate::config::{
     Collectives as ChosenCollectives, Device, PrecisionChoice, RunConfig, RunGpu, RunPlan, Task,
     fault_lines,
 };
-use crate::data::{SampleSet, check, problems};
+use crate::data::{SampleSet, Taken, check, problems};
 use crate::device::{Devices, cores, counting_of, gpu_of};
 use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, chain, failures};
@@ -140,12 +140,17 @@ impl<'a> Opened<'a> {
             weights,
             adapter,
         } = Setup::open(config)?;
-        let train = check::load(config, &config.data_file(), config.batch.limit, &*processor)?;
+        let train = check::load(
+            config,
+            &config.data_file(),
+            Taken::Training(config.batch.limit),
+            &*processor,
+        )?;
         if env.rank == 0 && !train.problems.is_empty() {
             problems::write(&config.output, &train.problems)?;
         }
         let eval = match config.eval_file() {
-            Some(path) => Some(check::load(config, &path, None, &*processor)?),
+            Some(path) => Some(check::load(config, &path, Taken::HeldOut, &*processor)?),
             None => None,
         };
         let setup = Setup {

@@ -1,6 +1,7 @@
 //! Data that is read once, mixes of files, and images inside of a Parquet file: real runs.
 
-use crate::site::{Site, listing, losses};
+use crate::generate;
+use crate::site::{Site, listing, losses, read_json};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -101,6 +102,31 @@ fn a_mix_goes_on_at_its_place_and_refuses_other_weights() {
     let line = "--max-steps 6 --output other --resume whole/checkpoint-3";
     site.refuse(&format!("{other} {line}"), 9, "E08");
     site.refuse("--eval-data data/some.json:2", 2, "E09");
+}
+
+#[test]
+fn a_number_of_samples_of_a_file_is_taken() {
+    let site = Site::new();
+    let all = site.samples();
+    site.write_samples("some", &all[..2]);
+    site.write_samples("more", &all[2..]);
+    let run = site.start_plain(
+        "--train_type full --defaults ours --model model --dataset data/some.json#1 data/more.json#6 --val_dataset data/samples.json#4 \
+         --output out --torch_dtype float32 --max_steps 2 --learning_rate 1e-3 --device cpu --nproc 1",
+    );
+    let end = run.finish();
+    assert!(
+        end.screen.contains("an epoch takes 1 + 6 = 7 samples"),
+        "{}",
+        end.screen
+    );
+    let left = read_json(&site.path("out/eval_results.json"));
+    assert_eq!(left["eval_samples"], 4, "{left}");
+    let said = generate::run(
+        &site,
+        "eval --model out --data data/samples.json#3 --max-new-tokens 2 --device cpu",
+    );
+    assert_eq!(said.json()["eval_samples"], 3);
 }
 
 #[test]

@@ -290,6 +290,55 @@ fn ranks_and_tiers_answer_as_one_process_does() {
 }
 
 #[test]
+fn tiles_answer_and_evaluate_with_the_same_bits() {
+    let site = Site::new();
+    // On the CPU a tile has at most 256 rows.
+    let long = site.samples().into_iter().map(|mut sample| {
+        let said = sample["conversations"][0]["content"].as_str().unwrap();
+        let more = "Where is it, and why? ".repeat(120);
+        sample["conversations"][0]["content"] = format!("{said} {more}").into();
+        sample
+    });
+    site.write_samples("long", &long.collect::<Vec<_>>());
+    let evaluate = |more: &str| {
+        let line = "eval --model model --data data/long.json --device cpu --max-new-tokens 4 --output rows.json";
+        let result = run(&site, &format!("{line} {more}")).json();
+        let loss = result["eval_loss"].as_f64().unwrap().to_bits();
+        (loss, read_json(&site.path("rows.json"))["samples"].clone())
+    };
+    let whole = evaluate("");
+    assert_eq!(evaluate("--mlp-tile-tokens 7"), whole);
+    assert_eq!(evaluate("--mlp_tile_tokens 7 --nproc 2"), whole);
+    let question = "Where is it, and why? ".repeat(120);
+    let ask = |more: &str| {
+        let line =
+            "generate --model model --device cpu --json --max-new-tokens 6 --temperature 1.5";
+        let mut words: Vec<&str> = line.split_whitespace().collect();
+        words.extend(["--prompt", &question]);
+        words.extend(more.split_whitespace());
+        let said = say(&site, &words);
+        assert_eq!(said.code, Some(0), "{}", said.stderr);
+        let record = said.json();
+        assert!(
+            record["prompt_tokens"].as_u64().unwrap() > 3 * 256,
+            "{record}"
+        );
+        [
+            &record["answer"],
+            &record["tokens"],
+            &record["prompt_tokens"],
+        ]
+        .map(Value::clone)
+    };
+    let whole = ask("");
+    assert_eq!(ask("--mlp-tile-tokens 7"), whole);
+    for line in ["generate --prompt Why?", "eval --data data/long.json"] {
+        let line = format!("{line} --model model --mlp-tile-tokens 0");
+        refuse(&site, &line, 2, "E09", &["--mlp-tile-tokens 0"]);
+    }
+}
+
+#[test]
 fn an_answer_is_written_as_its_tokens_come() {
     let site = Site::new();
     for more in ["", "--nproc 2"] {

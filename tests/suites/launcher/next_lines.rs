@@ -81,6 +81,19 @@ fn data_that_cannot_be_read_is_answered_with_a_line_that_reads_it() {
     let lines = commands(&outcome.screen);
     assert!(lines[0].contains("--image-dir elsewhere"), "{lines:?}");
     succeeds(&site, &lines[0], "");
+    // A path that goes up is read as a whole path, which the answer names.
+    let out = seen.replace("w.png", "../elsewhere/w.png");
+    fs::write(site.path("data/out.json"), out).unwrap();
+    let screen = site.refuse("--data data/out.json --output away", 3, "E18");
+    assert!(!screen.contains("--image-dir"), "{screen}");
+    let file = site.path("elsewhere/w.png").canonicalize().unwrap();
+    let file = file.to_str().unwrap();
+    assert!(
+        screen.contains(&format!("write {file} instead of ../elsewhere/w.png")),
+        "{screen}"
+    );
+    fs::write(site.path("data/out.json"), seen.replace("w.png", file)).unwrap();
+    site.train("--data data/out.json --max-steps 1 --output away");
     // No form reads these.
     for more in [r#""audio": "x.wav""#, r#""kto_tag": false"#] {
         let talk = talk.replacen('{', &format!("{{{more}, "), 1);

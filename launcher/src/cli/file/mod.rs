@@ -15,6 +15,8 @@ mod tests;
 mod toml;
 mod trainer;
 mod value;
+#[cfg(test)]
+mod value_tests;
 mod yaml;
 
 use crate::cli::trainers::{self, Absent, Trainer};

@@ -11,7 +11,7 @@ fn read(line: &str) -> (Args, Loaded) {
     (args, loaded)
 }
 
-fn read_with_notes(line: &str) -> (Args, Loaded, Vec<Note>) {
+pub(super) fn read_with_notes(line: &str) -> (Args, Loaded, Vec<Note>) {
     let argv: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
     let Command::Train { args, typed, notes } = parse(&argv).expect(line) else {
         panic!("train");
@@ -22,10 +22,16 @@ fn read_with_notes(line: &str) -> (Args, Loaded, Vec<Note>) {
     }
 }
 
-fn with_file(text: &str, line: &str) -> (Args, Loaded) {
+/// A file of flags with this text, and its directory, which must live as long.
+pub(super) fn write_file(text: &str) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().expect("temp dir");
     let path = directory.path().join("run.yaml");
     std::fs::write(&path, text).expect("written");
+    (directory, path)
+}
+
+fn with_file(text: &str, line: &str) -> (Args, Loaded) {
+    let (_directory, path) = write_file(text);
     read(&format!("--config {} {line}", path.display()))
 }
 
@@ -209,10 +215,12 @@ fn no_key_of_another_trainer_is_unknown_on_the_line() {
                     crate::lang::assert_chinese(&failure);
                 }
                 for value in ["odd", "true", "false", "none", "0", "1"] {
-                    let Effect::Flag(flag, _) = meaning.effect(value) else {
+                    let Effect::Flags(flags) = meaning.effect(value) else {
                         continue;
                     };
-                    assert!(known.iter().any(|known| known == flag), "{name}: --{flag}");
+                    for (flag, _) in flags {
+                        assert!(known.iter().any(|known| known == flag), "{name}: --{flag}");
+                    }
                 }
             }
         }
@@ -227,9 +235,11 @@ fn values_of_words_are_values_of_their_flags() {
             let (Meaning::Words(words) | Meaning::WordsOr(words, _)) = meaning else {
                 continue;
             };
-            for (word, flag, value) in words.iter().filter(|(_, flag, _)| !flag.is_empty()) {
-                let line = [format!("--{flag}={value}")];
-                let read = train_args(&line);
+            for (word, flags) in *words {
+                let line = flags
+                    .iter()
+                    .map(|(flag, value)| format!("--{flag}={value}"));
+                let read = train_args(&line.collect::<Vec<_>>());
                 assert!(read.is_ok(), "{trainer} {names} {word}: {read:?}");
             }
         }

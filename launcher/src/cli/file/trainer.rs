@@ -5,10 +5,11 @@ use super::given::Given;
 use super::report::{Choice, Outcome, Problem, Report, Row};
 use super::value::{Entry, Value};
 use crate::cli::trainers::{
-    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, Trainer, find, meaning, own_meaning,
+    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, Trainer, find, is_word, meaning, own_meaning,
 };
-use crate::cli::{FileKey, OTHER_REPORT, file_key, without_other_reports};
+use crate::cli::{FileKey, OTHER_REPORT, file_key, split_reports, typed_value};
 use crate::config::TemplateChoice;
+use crate::error::Failure;
 use crate::lang::{Both, Text, both, text};
 use clap::ValueEnum;
 
@@ -116,11 +117,24 @@ fn effect(
     if let Meaning::Unused(reason) = meaning {
         return Outcome::Unused(*reason);
     }
-    let Some(text) = written(&entry.value) else {
-        return refuse_section(entry, path, report);
+    let text = match (written(&entry.value), meaning) {
+        (Some(text), _) => text,
+        // Settings that a section would change.
+        (None, Meaning::Only(_, reason)) => return refuse(entry, path, *reason, None, report),
+        (None, _) => return refuse_section(entry, path, report),
     };
     match meaning.effect(&text) {
-        Effect::Flag(flag, value) => choose(flag, Some(value), entry, path, given, report),
+        Effect::Flags(flags) => {
+            let outcomes = flags
+                .into_iter()
+                .map(|(flag, value)| choose(flag, Some(value), entry, path, given, report));
+            let outcomes: Vec<Outcome> = outcomes.collect();
+            // A flag that has an effect stands for the key.
+            let first = outcomes
+                .into_iter()
+                .min_by_key(|outcome| !matches!(outcome, Outcome::Flag(_)));
+            first.unwrap_or(Outcome::Here(both("nothing is set", "没有设定任何内容")))
+        }
         Effect::Here(reason) => Outcome::Here(reason),
         Effect::Unused(reason) => Outcome::Unused(reason),
         Effect::Refused(why) => refuse(entry, path, &why, None, report),
@@ -147,12 +161,32 @@ fn flag(entry: &Entry, name: &str, path: &str, given: &Given, report: &mut Repor
             ))
         }
         FileKey::Flag(flag) if flag == "report-to" => {
-            match written(&entry.value).map(|value| without_other_reports(&value)) {
-                Some(None) => Outcome::Unused(OTHER_REPORT),
-                value => choose(&flag, value.flatten(), entry, path, given, report),
+            let Some(value) = written(&entry.value) else {
+                return refuse_section(entry, path, report);
+            };
+            let (left, others) = split_reports(&value);
+            if left.is_none() {
+                return Outcome::Unused(OTHER_REPORT);
             }
+            if !others.is_empty() {
+                let value = Value::Text(others.join(","));
+                let entry = Entry {
+                    value,
+                    ..entry.clone()
+                };
+                let unused = Outcome::Unused(OTHER_REPORT);
+                report.rows.push(Row::new(path.to_owned(), &entry, unused));
+            }
+            choose(&flag, left, entry, path, given, report)
         }
-        FileKey::Flag(flag) => choose(&flag, written(&entry.value), entry, path, given, report),
+        FileKey::Flag(flag) => {
+            let value = match flag.as_str() {
+                "lr-scheduler-kwargs" => pairs(&entry.value),
+                _ => None,
+            };
+            let value = value.or_else(|| written(&entry.value));
+            choose(&flag, value, entry, path, given, report)
+        }
         FileKey::Unused(reason) => Outcome::Unused(reason),
         FileKey::Only(neutral, reason, next) => {
             only(neutral, reason, Some(next), entry, path, report)
@@ -178,6 +212,24 @@ fn written(value: &Value) -> Option<String> {
             items.map(|items| items.join(","))
         }
     }
+}
+
+/// Why a flag does not take a value: what clap says, with the values that it takes.
+fn reason(failure: &Failure) -> Text {
+    match failure.evidence.first() {
+        Some(values) => text!("{} {values}", "{} {values}", failure.title),
+        None => failure.title.clone(),
+    }
+}
+
+/// A section of plain values as `name=value`, separated by commas.
+fn pairs(value: &Value) -> Option<String> {
+    let pair = |entry: &Entry| match &entry.value {
+        Value::Map(_) | Value::List(_) | Value::Null => None,
+        value => Some(format!("{}={}", entry.key, written(value)?)),
+    };
+    let pairs: Option<Vec<String>> = value.entries()?.iter().map(pair).collect();
+    pairs.map(|pairs| pairs.join(","))
 }
 
 /// Chooses `flag` with `value`, unless the command line has the flag.
@@ -208,8 +260,10 @@ fn choose(
             report,
         );
     }
-    // 3e3 steps are written as 3000.
-    let whole = entry.value.as_u64().map(|whole| whole.to_string());
+    let value = typed_value(flag, &value);
+    // 3e3 steps are written as 3000, also in quotes, and 3_000 as well.
+    let digits = Value::Number(value.replace('_', ""));
+    let whole = digits.as_u64().map(|whole| whole.to_string());
     let tried = [Some(value), whole].into_iter().flatten();
     let mut failure = None;
     for value in tried {
@@ -222,7 +276,7 @@ fn choose(
                 });
                 return Outcome::Flag(flag.to_owned());
             }
-            Err(error) => failure = failure.or(Some(error.title)),
+            Err(error) => failure = failure.or_else(|| Some(reason(&error))),
         }
     }
     refuse(entry, path, failure.unwrap_or_default(), None, report)
@@ -236,8 +290,9 @@ fn only(
     path: &str,
     report: &mut Report,
 ) -> Outcome {
-    let text = entry.value.to_string();
-    if neutral.iter().any(|word| word.eq_ignore_ascii_case(&text)) {
+    let text = written(&entry.value);
+    let is = |word: &&str| text.as_ref().is_some_and(|text| is_word(word, text));
+    if neutral.iter().any(is) {
         return Outcome::Here(reason);
     }
     refuse(entry, path, reason, next, report)

@@ -15,7 +15,7 @@ use crate::config::defaults::{self, DEMO, Defaults, MODEL};
 use crate::config::{
     Cadence, Device, DeviceChoice, Every, Length, LrScale, Offload, OptimizerConfig,
     OptimizerInBackward, PrecisionChoice, PureBf16Weights, ReportTo, Resume, RunConfig, RunGpu,
-    SampleRules, Source, Strategy, Task, Tier, Warmup, ZeroChoice,
+    SampleRules, Scheduler, SchedulerKwargs, Source, Strategy, Task, Tier, Warmup, ZeroChoice,
 };
 use engine::comm::MAX_RANKS;
 use models::data::{DATASET_INFO, data_parts, weight_of};
@@ -606,39 +606,82 @@ fn length(args: &Args, defaults: &Defaults, notes: &mut Vec<Note>) -> Result<Len
     }
 }
 
+/// Rate at the end of a polynomial schedule, as in transformers.
+const POLYNOMIAL_END: f64 = 1e-7;
+
+/// Fails if the schedule does not take these arguments, or needs one that is not given.
+fn schedule_takes(
+    scheduler: Scheduler,
+    kwargs: &SchedulerKwargs,
+    learning_rate: f64,
+) -> Result<(), Failure> {
+    if let Some(name) = kwargs.stranger(scheduler) {
+        let takes = match scheduler.arguments() {
+            [] => both("it takes none", "它不接受参数").into(),
+            names => text!("it takes {}", "它接受 {}", names.join(", ")),
+        };
+        return Err(Failure::usage(
+            text!(
+                "--lr-scheduler-kwargs {name} has no meaning for --lr-scheduler-type {}",
+                "--lr-scheduler-kwargs {name} 对 --lr-scheduler-type {} 没有意义",
+                value_name(scheduler)
+            ),
+            takes,
+        )
+        .next(both(
+            "omit it, or choose another schedule",
+            "请去掉它，或选择其他调度",
+        )));
+    }
+    let end = kwargs.curve.lr_end.unwrap_or(POLYNOMIAL_END);
+    if scheduler == Scheduler::Polynomial && end >= learning_rate {
+        return Err(out_of_range(
+            &format!("--lr-scheduler-kwargs lr_end={end:e}"),
+            text!(
+                "it must be below the learning rate, {learning_rate:e}",
+                "必须低于学习率 {learning_rate:e}"
+            ),
+        ));
+    }
+    let lowest = [kwargs.curve.min_lr, kwargs.curve.min_lr_rate];
+    if scheduler != Scheduler::CosineWithMinLr || lowest.iter().flatten().count() == 1 {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        both(
+            "--lr-scheduler-type cosine_with_min_lr needs one lowest rate",
+            "--lr-scheduler-type cosine_with_min_lr 需要一个最低学习率",
+        ),
+        both(
+            "min_lr is a rate, min_lr_rate its share of the learning rate; one of the two decides",
+            "min_lr 是学习率，min_lr_rate 是它占学习率的比例；由其中一个决定",
+        ),
+    )
+    .next(both(
+        "--lr-scheduler-kwargs min_lr_rate=0.1",
+        "--lr-scheduler-kwargs min_lr_rate=0.1",
+    )))
+}
+
 fn optimizer(
     args: &Args,
     defaults: &Defaults,
     notes: &mut Vec<Note>,
 ) -> Result<OptimizerConfig, Failure> {
     let scheduler = args.lr_scheduler_type.unwrap_or(defaults.scheduler);
-    if args.lr_scheduler_kwargs.is_some() && !scheduler.takes_arguments() {
-        return Err(Failure::usage(
-            text!(
-                "--lr-scheduler-kwargs has no meaning for --lr-scheduler-type {}",
-                "--lr-scheduler-kwargs 对 --lr-scheduler-type {} 没有意义",
-                value_name(scheduler)
-            ),
-            both(
-                "only warmup_lr, warmup_decay_lr and warmup_cosine_lr take arguments",
-                "只有 warmup_lr、warmup_decay_lr 和 warmup_cosine_lr 接受这些参数",
-            ),
-        )
-        .next(both(
-            "omit it, or choose one of these schedules",
-            "请去掉它，或选择其中一种调度",
-        )));
-    }
+    let kwargs = args.lr_scheduler_kwargs.unwrap_or_default();
+    let learning_rate = args
+        .learning_rate
+        .unwrap_or(match trainable::has_adapters(args) {
+            true => defaults.adapter_learning_rate,
+            false => defaults.learning_rate,
+        });
+    schedule_takes(scheduler, &kwargs, learning_rate)?;
     let optimizer = OptimizerConfig {
-        learning_rate: args
-            .learning_rate
-            .unwrap_or(match trainable::has_adapters(args) {
-                true => defaults.adapter_learning_rate,
-                false => defaults.learning_rate,
-            }),
+        learning_rate,
         lr_scale: args.lr_scale.unwrap_or(LrScale::None),
         scheduler,
-        scheduler_kwargs: args.lr_scheduler_kwargs.unwrap_or_default(),
+        scheduler_kwargs: kwargs,
         warmup: warmup(args, defaults, notes),
         weight_decay: args.weight_decay.unwrap_or(defaults.weight_decay),
         no_decay: args.no_decay.clone(),
@@ -985,10 +1028,8 @@ impl RunConfig {
         flags.push(("learning-rate", format!("{:e}", optimizer.learning_rate)));
         flags.push(("lr-scale", value_name(optimizer.lr_scale)));
         flags.push(("lr-scheduler-type", value_name(optimizer.scheduler)));
-        if optimizer.scheduler.takes_arguments() {
-            let kwargs = optimizer.scheduler_kwargs.to_string();
-            flags.push(("lr-scheduler-kwargs", kwargs));
-        }
+        let kwargs = optimizer.scheduler_kwargs.typed(optimizer.scheduler);
+        flags.extend(kwargs.map(|kwargs| ("lr-scheduler-kwargs", kwargs)));
         match optimizer.warmup {
             Warmup::Steps(steps) => flags.push(("warmup-steps", steps.to_string())),
             Warmup::Ratio(ratio) => flags.push(("warmup-ratio", ratio.to_string())),

@@ -466,7 +466,7 @@ proptest! {
         lr in 1e-9f64..1.0,
         epochs in prop::option::of(0.01f64..100.0),
         nproc in 1usize..9,
-        which in 0usize..8,
+        which in 0usize..10,
     ) {
         let mut line = format!("--learning-rate {lr} --nproc {nproc} ");
         line += [
@@ -478,6 +478,8 @@ proptest! {
             "--output o --resume auto --logging-strategy epoch --precision pure-bf16 --save-steps 0.1",
             "--lr-scheduler-type warmup_cosine_lr --lr-scheduler-kwargs warmup_type=linear,total_num_steps=9",
             "--device cuda --offload activation=cpu",
+            "--lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs min_lr=1e-10,num_cycles=0.7",
+            "--lr-scheduler-type inverse_sqrt --lr-scheduler-kwargs timescale=9",
         ][which];
         if let Some(epochs) = epochs {
             line += &format!(" --num-train-epochs {epochs}");
@@ -488,6 +490,57 @@ proptest! {
         let path = directory.path().join(CONFIG_FILE);
         config.draft().save_to(&path).expect("saved");
         prop_assert_eq!(RunPlan::load_from(&path).expect("loaded"), config.draft());
+    }
+}
+
+#[test]
+fn a_schedule_takes_its_own_arguments() {
+    let kind = |line: &str| {
+        let config = try_config(line).expect(line).config;
+        config
+            .optimizer
+            .scheduler_kwargs
+            .kind(config.optimizer.scheduler)
+    };
+    let typed = |name: &str| format!("--lr-scheduler-type {name} --lr-scheduler-kwargs");
+    let cosine = kind(&format!("{} min_lr_rate=0.1", typed("cosine_with_min_lr")));
+    let options = optim::CurveOptions {
+        min_lr_rate: Some(0.1),
+        ..optim::CurveOptions::default()
+    };
+    assert_eq!(cosine, optim::ScheduleKind::CosineWithMinLr(options));
+    let plain = optim::ScheduleKind::InverseSqrt(optim::CurveOptions::default());
+    assert_eq!(kind("--lr-scheduler-type inverse_sqrt"), plain);
+    kind(&format!("{} {{}}", typed("linear")));
+    for (line, why) in [
+        (format!("{} num_cycles=2", typed("linear")), "it takes none"),
+        (
+            format!("{} power=2", typed("cosine_with_restarts")),
+            "it takes num_cycles",
+        ),
+        (
+            format!("{} min_lr=1e-7", typed("warmup_lr")),
+            "warmup_min_lr",
+        ),
+        (
+            format!(
+                "{} min_lr=1e-7,min_lr_rate=0.1",
+                typed("cosine_with_min_lr")
+            ),
+            "min_lr_rate",
+        ),
+        (
+            "--lr-scheduler-type cosine_with_min_lr".to_owned(),
+            "min_lr_rate",
+        ),
+        (
+            "--lr-scheduler-type polynomial --learning-rate 1e-8".to_owned(),
+            "1e-8",
+        ),
+    ] {
+        let failure = try_config(&line).expect_err(&line);
+        assert_eq!(failure.code.status(), 2);
+        assert!(failure.to_string().contains(why), "{line}: {failure}");
     }
 }
 

@@ -26,6 +26,10 @@ const CACHE: Both = both(
     "样本在需要时才读取",
 );
 const ADAPTER_KIND: Both = both("adapters are low-rank matrices", "适配器是低秩矩阵");
+const START: Both = both(
+    "new adapters begin as peft's default: A random, B zero",
+    "新适配器按 peft 的默认方式开始：A 随机，B 为零",
+);
 const ATTENTION: Both = both("attention is always tiled", "注意力总是分块计算");
 const FAMILY: Both = both(
     "the family is read from config.json",
@@ -65,17 +69,17 @@ const RUN_DIRECTORY: Both = both(
     "运行的所有文件都在 --output 中",
 );
 
+/// A word of a key, and the flags with values that it means.
+pub(in crate::cli) type Word = (&'static str, &'static [(&'static str, &'static str)]);
+
 /// Meaning of a key that is not a flag here.
 pub(in crate::cli) enum Meaning {
     /// It becomes this flag with the same value.
     Flag(&'static str),
-    /// Words with the flag and value that each means; other words are refused.
-    Words(&'static [(&'static str, &'static str, &'static str)]),
+    /// Words with the flags that each means, none where it changes nothing; other words are refused.
+    Words(&'static [Word]),
     /// As `Words`, and other values become this flag.
-    WordsOr(
-        &'static [(&'static str, &'static str, &'static str)],
-        &'static str,
-    ),
+    WordsOr(&'static [Word], &'static str),
     /// No effect, for this reason.
     Unused(Both),
     /// No effect for these values; others are refused, for this reason.
@@ -84,8 +88,8 @@ pub(in crate::cli) enum Meaning {
 
 /// Effect of a key with a value.
 pub(in crate::cli) enum Effect {
-    /// It becomes this flag with this value.
-    Flag(&'static str, String),
+    /// It becomes these flags with these values.
+    Flags(Vec<(&'static str, String)>),
     /// No effect: it is how it is done here, for this reason.
     Here(Both),
     /// No effect, for this reason.
@@ -99,11 +103,17 @@ use Meaning::{Flag, Only, Unused, Words, WordsOr};
 impl Meaning {
     /// What becomes of the key, for the documentation.
     pub(in crate::cli) fn describe(&self) -> String {
-        let listed = |words: &[(&str, &str, &str)]| {
-            let one = |(word, flag, value): &(&str, &str, &str)| match (*word, *flag) {
-                ("", "") => None,
-                (word, "") => Some(format!("`{word}`: no effect")),
-                (word, flag) => Some(format!("`{word}`: `--{flag} {value}`")),
+        let listed = |words: &[Word]| {
+            let one = |(word, flags): &Word| {
+                let flags: Vec<String> = flags
+                    .iter()
+                    .map(|(flag, value)| format!("--{flag} {value}"))
+                    .collect();
+                match (*word, &*flags) {
+                    ("", []) => None,
+                    (word, []) => Some(format!("`{word}`: no effect")),
+                    (word, flags) => Some(format!("`{word}`: `{}`", flags.join(" "))),
+                }
             };
             words.iter().filter_map(one).collect::<Vec<_>>().join(", ")
         };
@@ -131,31 +141,57 @@ impl Meaning {
 
     /// Effect of the key with the value `text`.
     pub(in crate::cli) fn effect(&self, text: &str) -> Effect {
-        let found = |words: &'static [(&str, &'static str, &'static str)]| {
-            let word = words
-                .iter()
-                .find(|(word, ..)| word.eq_ignore_ascii_case(text));
-            word.map(|(_, flag, value)| match *flag {
-                "" => Effect::Here(both("it is off", "它是关闭的")),
-                flag => Effect::Flag(flag, (*value).to_owned()),
+        let found = |words: &'static [Word]| {
+            let (_, flags) = words.iter().find(|(word, _)| is_word(word, text))?;
+            Some(match flags {
+                [] => Effect::Here(both("it changes nothing", "它不改变任何内容")),
+                flags => {
+                    let flags = flags
+                        .iter()
+                        .map(|(flag, value)| (*flag, (*value).to_owned()));
+                    Effect::Flags(flags.collect())
+                }
             })
         };
+        let flag = |flag: &'static str| Effect::Flags(vec![(flag, text.to_owned())]);
         match self {
-            Flag(flag) => Effect::Flag(flag, text.to_owned()),
+            Flag(name) => flag(name),
             Unused(reason) => Effect::Unused(*reason),
             Words(words) => found(words).unwrap_or_else(|| {
-                let words: Vec<&str> = words.iter().map(|(word, ..)| *word).collect();
+                let words = words.iter().map(|(word, _)| *word);
+                let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
                 Effect::Refused(text!("only {} is available", "只支持 {}", words.join(", ")))
             }),
-            WordsOr(words, flag) => {
-                found(words).unwrap_or_else(|| Effect::Flag(flag, text.to_owned()))
-            }
-            Only(neutral, reason) => match neutral.iter().any(|n| n.eq_ignore_ascii_case(text)) {
+            WordsOr(words, name) => found(words).unwrap_or_else(|| flag(name)),
+            Only(neutral, reason) => match neutral.iter().any(|word| is_word(word, text)) {
                 true => Effect::Here(*reason),
                 false => Effect::Refused((*reason).into()),
             },
         }
     }
+}
+
+/// A boolean in the spellings of Python, YAML and Hugging Face's parser of flags.
+pub(in crate::cli) fn boolean(text: &str) -> Option<bool> {
+    match &*text.to_ascii_lowercase() {
+        "true" | "yes" | "on" | "t" | "y" | "1" => Some(true),
+        "false" | "no" | "off" | "f" | "n" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+/// Whether `text` is the value `known`: the same word in any case, an equal number, or another spelling of `true` or
+/// `false`.
+pub(in crate::cli) fn is_word(known: &str, text: &str) -> bool {
+    let number = |text: &str| text.parse::<f64>().ok().filter(|x| x.is_finite());
+    let text = text.trim();
+    known.eq_ignore_ascii_case(text)
+        || number(known).is_some_and(|known| number(text) == Some(known))
+        || match known {
+            "true" => boolean(text) == Some(true),
+            "false" => boolean(text) == Some(false),
+            _ => false,
+        }
 }
 
 /// Names of keys in snake_case, separated by spaces, with their meaning.
@@ -233,23 +269,33 @@ const PREFIXES: Both = both(
 const HUB: Both = both("nothing is sent anywhere", "不会向任何地方发送内容");
 
 const TUNE_VISION: Meaning = Words(&[
-    ("true", "tune-vision", "false"),
-    ("false", "tune-vision", "true"),
+    ("true", &[("tune-vision", "false")]),
+    ("false", &[("tune-vision", "true")]),
 ]);
-const TUNE_LLM: Meaning = Words(&[("true", "tune-llm", "false"), ("false", "tune-llm", "true")]);
-const FREEZE_PROJECTOR: Meaning =
-    Words(&[("true", "freeze", "projector"), ("false", "freeze", "none")]);
-const TUNE_PROJECTOR: Meaning =
-    Words(&[("true", "freeze", "none"), ("false", "freeze", "projector")]);
-const ADAPTERS: Meaning = Words(&[("lora", "use-lora", "true"), ("full", "use-lora", "false")]);
+const TUNE_LLM: Meaning = Words(&[
+    ("true", &[("tune-llm", "false")]),
+    ("false", &[("tune-llm", "true")]),
+]);
+const FREEZE_PROJECTOR: Meaning = Words(&[
+    ("true", &[("freeze", "projector")]),
+    ("false", &[("freeze", "none")]),
+]);
+const TUNE_PROJECTOR: Meaning = Words(&[
+    ("true", &[("freeze", "none")]),
+    ("false", &[("freeze", "projector")]),
+]);
+const ADAPTERS: Meaning = Words(&[
+    ("lora", &[("use-lora", "true")]),
+    ("full", &[("use-lora", "false")]),
+]);
 
 const BITS: Meaning = Words(&[
-    ("4", "load-in-4bit", "true"),
-    ("8", "load-in-8bit", "true"),
-    ("0", "", ""),
-    ("none", "", ""),
+    ("4", &[("load-in-4bit", "true")]),
+    ("8", &[("load-in-8bit", "true")]),
+    ("0", &[]),
+    ("none", &[]),
 ]);
-const FOUR_BITS: Meaning = Words(&[("true", "load-in-4bit", "true"), ("false", "", "")]);
+const FOUR_BITS: Meaning = Words(&[("true", &[("load-in-4bit", "true")]), ("false", &[])]);
 const METHOD: Meaning = Only(
     &["bnb", "bitsandbytes"],
     both(
@@ -274,7 +320,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ("max_samples", Flag("limit")),
     (
         "pure_bf16",
-        Words(&[("true", "precision", "pure-bf16"), ("false", "", "")]),
+        Words(&[("true", &[("precision", "pure-bf16")]), ("false", &[])]),
     ),
     ("freeze_vision_tower", TUNE_VISION),
     ("freeze_multi_modal_projector", FREEZE_PROJECTOR),
@@ -346,7 +392,7 @@ const LLAMA_FACTORY: &[Key] = &[
     (
         "fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap accelerator_config parallelism_config",
         Only(
-            &["none", "", "0"],
+            &["none", "", "0", "{}"],
             both(
                 "sharding is chosen by the ZeRO stage",
                 "分片方式由 ZeRO 阶段决定",
@@ -440,7 +486,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ),
     (
         "train_from_scratch",
-        Words(&[("true", "init", "random"), ("false", "", "")]),
+        Words(&[("true", &[("init", "random")]), ("false", &[])]),
     ),
     (
         "infer_backend offload_folder use_kv_cache infer_dtype eval_num_beams",
@@ -479,7 +525,7 @@ const LLAMA_FACTORY: &[Key] = &[
     ("quantization_type", Flag("bnb-4bit-quant-type")),
     ("quantization_device_map", Only(&["none", "auto"], RANKS)),
     ("use_dora", Only(&["false"], ADAPTER_KIND)),
-    ("pissa_init pissa_convert", Only(&["false"], ADAPTER_KIND)),
+    ("pissa_init pissa_convert", Only(&["false"], START)),
     ("pissa_iter", Unused(ADAPTER_KIND)),
     ("generation_config", Unused(GENERATION)),
     ("generation_max_length", Unused(GENERATION)),
@@ -502,7 +548,13 @@ const LLAMA_FACTORY: &[Key] = &[
         "loraplus_lr_embedding lorap_emb_lr",
         Unused(both("embeddings get no adapters", "嵌入没有适配器")),
     ),
-    ("disable_gradient_checkpointing", Unused(RECOMPUTE)),
+    (
+        "disable_gradient_checkpointing",
+        Words(&[
+            ("true", &[("gradient-checkpointing", "false")]),
+            ("false", &[]),
+        ]),
+    ),
     ("low_cpu_mem_usage", Unused(NO_TORCH)),
     (
         "upcast_layernorm",
@@ -534,7 +586,7 @@ const MS_SWIFT: &[Key] = &[
     ("tuner_backend", Only(&["peft"], ADAPTER_KIND)),
     (
         "init_weights init_lora_weights",
-        Only(&["true", "none"], ADAPTER_KIND),
+        Only(&["true", "none"], START),
     ),
     ("use_swift_lora", Only(&["false"], ADAPTER_KIND)),
     (
@@ -754,10 +806,10 @@ const MS_SWIFT: &[Key] = &[
     (
         "dtype",
         Words(&[
-            ("bf16", "precision", "bf16"),
-            ("fp16", "precision", "fp16"),
-            ("fp32", "precision", "f32"),
-            ("auto", "", ""),
+            ("bf16", &[("precision", "bf16")]),
+            ("fp16", &[("precision", "fp16")]),
+            ("fp32", &[("precision", "f32")]),
+            ("auto", &[]),
         ]),
     ),
     ("custom_train_dataset_path", Flag("data")),
@@ -765,7 +817,7 @@ const MS_SWIFT: &[Key] = &[
     ("dataset_test_ratio", Only(&["0", "0.0", "0."], NO_SPLIT)),
     (
         "train_dataset_sample",
-        WordsOr(&[("-1", "", ""), ("none", "", "")], "limit"),
+        WordsOr(&[("-1", &[]), ("none", &[])], "limit"),
     ),
     (
         "val_dataset_sample",
@@ -811,26 +863,32 @@ const MS_SWIFT: &[Key] = &[
     (
         "torch_dtype",
         Words(&[
-            ("bfloat16", "precision", "bf16"),
-            ("float16", "precision", "fp16"),
-            ("float32", "precision", "f32"),
-            ("auto", "", ""),
+            ("bfloat16", &[("precision", "bf16")]),
+            ("float16", &[("precision", "fp16")]),
+            ("float32", &[("precision", "f32")]),
+            ("auto", &[]),
         ]),
     ),
     (
         "deepspeed",
         WordsOr(
             &[
-                ("zero0", "zero", "0"),
-                ("zero1", "zero", "1"),
-                ("zero2", "zero", "2"),
-                ("zero3", "zero", "3"),
-                ("zero2_offload", "offload", "optimizer=cpu"),
-                ("zero3_offload", "offload", "cpu"),
-                ("default-zero2", "zero", "2"),
-                ("default-zero3", "zero", "3"),
-                ("zero2-offload", "offload", "optimizer=cpu"),
-                ("zero3-offload", "offload", "cpu"),
+                ("zero0", &[("zero", "0")]),
+                ("zero1", &[("zero", "1")]),
+                ("zero2", &[("zero", "2")]),
+                ("zero3", &[("zero", "3")]),
+                (
+                    "zero2_offload",
+                    &[("zero", "2"), ("offload", "optimizer=cpu")],
+                ),
+                ("zero3_offload", &[("zero", "3"), ("offload", "cpu")]),
+                ("default-zero2", &[("zero", "2")]),
+                ("default-zero3", &[("zero", "3")]),
+                (
+                    "zero2-offload",
+                    &[("zero", "2"), ("offload", "optimizer=cpu")],
+                ),
+                ("zero3-offload", &[("zero", "3"), ("offload", "cpu")]),
             ],
             "deepspeed",
         ),
@@ -925,9 +983,9 @@ const SAT: &[Key] = &[
     (
         "lr_decay_style",
         Words(&[
-            ("cosine", "lr-scheduler-type", "sat_cosine"),
-            ("linear", "lr-scheduler-type", "linear"),
-            ("constant", "lr-scheduler-type", "constant"),
+            ("cosine", &[("lr-scheduler-type", "sat_cosine")]),
+            ("linear", &[("lr-scheduler-type", "linear")]),
+            ("constant", &[("lr-scheduler-type", "constant")]),
         ]),
     ),
     ("warmup", Flag("warmup-ratio")),
@@ -943,10 +1001,10 @@ const SAT: &[Key] = &[
     (
         "version",
         Words(&[
-            ("base", "template", "sat-base"),
-            ("chat", "template", "sat-chat"),
-            ("vqa", "template", "sat-vqa"),
-            ("chat_old", "template", "sat-chat-old"),
+            ("base", &[("template", "sat-base")]),
+            ("chat", &[("template", "sat-chat")]),
+            ("vqa", &[("template", "sat-vqa")]),
+            ("chat_old", &[("template", "sat-chat-old")]),
         ]),
     ),
     ("use_qlora", FOUR_BITS),
@@ -968,7 +1026,7 @@ const SAT: &[Key] = &[
             ),
         ),
     ),
-    ("deepspeed", WordsOr(&[("true", "", "")], "deepspeed")),
+    ("deepspeed", WordsOr(&[("true", &[])], "deepspeed")),
     (
         "load",
         Only(
@@ -1087,15 +1145,15 @@ const COGVLM2: &[Key] = &[
     ("dataset_path dataset_dir", Flag("data")),
     ("save_path save_dir", Flag("output")),
     ("save_step", Flag("save-steps")),
-    ("save_freq", Words(&[("1", "save-strategy", "epoch")])),
+    ("save_freq", Words(&[("1", &[("save-strategy", "epoch")])])),
     ("lora_target", Flag("lora-target-modules")),
     ("max_length", Flag("model-max-length")),
     (
         "torch_type",
         Words(&[
-            ("torch.bfloat16", "precision", "bf16"),
-            ("torch.float16", "precision", "fp16"),
-            ("torch.float32", "precision", "f32"),
+            ("torch.bfloat16", &[("precision", "bf16")]),
+            ("torch.float16", &[("precision", "fp16")]),
+            ("torch.float32", &[("precision", "f32")]),
         ]),
     ),
     (
@@ -1113,11 +1171,14 @@ const TWO_U1: &[Key] = &[
     ("eval_path", Flag("eval-data")),
     (
         "lora_enable",
-        Words(&[("true", "use-lora", "true"), ("false", "use-lora", "false")]),
+        Words(&[
+            ("true", &[("use-lora", "true")]),
+            ("false", &[("use-lora", "false")]),
+        ]),
     ),
     ("freeze_vision_tower", TUNE_VISION),
     ("freeze_llm", TUNE_LLM),
-    ("lora_weight_path", WordsOr(&[("", "", "")], "adapter")),
+    ("lora_weight_path", WordsOr(&[("", &[])], "adapter")),
     ("max_seq_length", Flag("model-max-length")),
     (
         "freeze_merger freeze_projector freeze_img_projector freeze_connector freeze_resampler",
@@ -1129,7 +1190,7 @@ const TWO_U1: &[Key] = &[
     ),
     (
         "tune_mm_mlp_adapter",
-        Words(&[("true", "train", "projector"), ("false", "", "")]),
+        Words(&[("true", &[("train", "projector")]), ("false", &[])]),
     ),
     ("tune_vision_tower tune_mm_vision", Flag("tune-vision")),
     ("tune_mm_llm", Flag("tune-llm")),
@@ -1195,10 +1256,10 @@ const TWO_U1: &[Key] = &[
     (
         "bits",
         Words(&[
-            ("4", "load-in-4bit", "true"),
-            ("8", "load-in-8bit", "true"),
-            ("16", "", ""),
-            ("32", "", ""),
+            ("4", &[("load-in-4bit", "true")]),
+            ("8", &[("load-in-8bit", "true")]),
+            ("16", &[]),
+            ("32", &[]),
         ]),
     ),
     ("double_quant", Flag("quantize-double")),
@@ -1241,13 +1302,13 @@ pub(in crate::cli) const GLM_TOP: &[Key] = &[
     ),
     (
         "freezeV",
-        Words(&[("true", "freeze", "vision"), ("false", "", "")]),
+        Words(&[("true", &[("freeze", "vision")]), ("false", &[])]),
     ),
     ("swanlab", Unused(HUB)),
 ];
 /// Keys of `peft_config`.
 pub(in crate::cli) const PEFT: &[Key] = &[
-    ("peft_type", Words(&[("lora", "use-lora", "true")])),
+    ("peft_type", Words(&[("lora", &[("use-lora", "true")])])),
     (
         "task_type",
         Only(
@@ -1294,7 +1355,7 @@ pub(in crate::cli) const PEFT: &[Key] = &[
             ),
         ),
     ),
-    ("init_lora_weights", Only(&["true", "none"], ADAPTER_KIND)),
+    ("init_lora_weights", Only(&["true", "none"], START)),
     (
         "trainable_token_indices layer_replication loftq_config eva_config corda_config lora_ga_config velora_config alora_invocation_tokens monteclora_config use_qalora arrow_config kasa_config use_bdlora megatron_config target_parameters lora_bias ensure_weight_tying runtime_config ephemeral_gpu_offload",
         Only(&["none", "", "false", "{}", "[]"], ADAPTER_KIND),
@@ -1311,14 +1372,23 @@ const SHARED: &[Key] = &[
     (
         "optim",
         Words(&[
-            ("adamw", "", ""),
-            ("adamw_hf", "", ""),
-            ("adamw_torch", "", ""),
-            ("adamw_torch_fused", "", ""),
-            ("adamw_8bit", "moments", "8bit"),
-            ("adamw_bnb_8bit", "moments", "8bit"),
-            ("paged_adamw_8bit", "moments", "8bit"),
+            ("adamw", &[]),
+            ("adamw_hf", &[]),
+            ("adamw_torch", &[]),
+            ("adamw_torch_fused", &[]),
+            ("adamw_torch_xla", &[]),
+            ("adamw_torch_npu_fused", &[]),
+            ("adamw_apex_fused", &[]),
+            ("paged_adamw", &[]),
+            ("paged_adamw_32bit", &[]),
+            ("adamw_8bit", &[("moments", "8bit")]),
+            ("adamw_bnb_8bit", &[("moments", "8bit")]),
+            ("paged_adamw_8bit", &[("moments", "8bit")]),
         ]),
+    ),
+    (
+        "use_cpu no_cuda",
+        Words(&[("true", &[("device", "cpu")]), ("false", &[])]),
     ),
     (
         "llm_int8_skip_modules",
@@ -1340,7 +1410,11 @@ pub(in crate::cli) fn find(keys: &'static [Key], name: &str) -> Option<&'static 
 }
 
 /// Trainers by their names for people, with their keys.
-pub(in crate::cli) const TABLES: [(&str, &[Key]); 5] = [
+pub(in crate::cli) const TABLES: [(&str, &[Key]); 6] = [
+    (
+        "Hugging Face's `TrainingArguments`, in every recipe",
+        SHARED,
+    ),
     ("LLaMA-Factory", LLAMA_FACTORY),
     ("ms-swift", MS_SWIFT),
     ("SwissArmyTransformer and CogVLM's `finetune_demo`", SAT),

@@ -53,6 +53,7 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
         images: config.image_dir(),
         exif: config.samples.exif_rotation,
         limit: args.limit,
+        held_out: false,
     };
     let mut data = read(reading, &*processor)?;
     // If standard error is closed, nobody reads it.

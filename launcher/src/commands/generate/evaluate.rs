@@ -97,6 +97,7 @@ pub(crate) fn run(mut args: EvalArgs, asking: &mut Asking<'_>) -> Result<ExitCod
         images: run.image_dir(),
         exif: run.samples.exif_rotation,
         limit,
+        held_out: true,
     };
     let is_first = asking.is_first();
     let mut progress = |line: Text| {

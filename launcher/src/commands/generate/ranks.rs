@@ -133,6 +133,7 @@ impl<'a> Asking<'a> {
             // MP_SIZE is for training: one rank answers without it.
             mp_size: Some(flags.mp_size.unwrap_or(1)),
             verify_gpu: flags.verify_gpu,
+            mlp_tile_tokens: flags.mlp_tile_tokens,
             image_max_pixels: flags.image_max_pixels,
             image_min_pixels: flags.image_min_pixels,
             precision: Some(precision),

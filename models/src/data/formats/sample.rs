@@ -109,6 +109,7 @@ impl<'a> Reader<'a> {
             DataFormat::QueryResponse => question_and_answer(keys)?,
             DataFormat::Rounds => listed_rounds(keys, &mut self.ignored)?,
             DataFormat::Caption => caption(keys)?,
+            DataFormat::CogvlmSft if keys.has("captions") => described(keys)?,
             DataFormat::Messages | DataFormat::Glm4v => return self.listed(keys, "messages"),
             _ => return self.listed(keys, "conversations"),
         };
@@ -322,6 +323,22 @@ fn caption(keys: &mut Keys) -> Result<Vec<Value>, String> {
         Some((_, Value::String(text))) => Ok(vec![turn("user", ""), turn("assistant", text)]),
         Some((key, other)) => Err(format!("{key:?} is {other}, not a text")),
         None => Err(format!("missing field `{}`", CAPTIONS.join("` or `"))),
+    }
+}
+
+/// The description of an image in a label of CogVLM-SFT-311K, `captions: [{role: caption, content}]`: the answer to the
+/// image alone.
+fn described(keys: &mut Keys) -> Result<Vec<Value>, String> {
+    let list = keys.take("captions");
+    let list = list.as_ref().and_then(Value::as_array).map(Vec::as_slice);
+    let is = |one: &Value, key: &str| one.get(key).and_then(Value::as_str).map(str::to_owned);
+    match list {
+        Some([one]) if is(one, "role").is_some_and(|role| role == "caption") => {
+            let text = is(one, "content");
+            let text = text.ok_or_else(|| "\"captions\" has no text as `content`".to_owned())?;
+            Ok(vec![turn("user", ""), turn("assistant", text)])
+        }
+        _ => Err("\"captions\" is not one {role: caption, content}".to_owned()),
     }
 }
 

@@ -11,7 +11,8 @@ use crate::data::raw::DataError;
 
 /// Name of LLaMA-Factory's list of data sets.
 pub const DATASET_INFO: &str = "dataset_info.json";
-/// What separates a `dataset_info.json` from the name of an entry.
+/// What separates a `dataset_info.json` from the name of an entry, a directory from that of a split, and a file from a
+/// number of samples.
 const NAME: char = '#';
 /// What separates a file from its weight.
 const WEIGHT: char = ':';
@@ -27,7 +28,9 @@ const REMOTE: [&str; 5] = [
 ];
 
 /// Reads everything that `data` names: files and directories, separated by commas. One may be a `dataset_info.json` or a
-/// directory, followed by `#` and the name of its entry or split, and by a weight ([`weight_of`]). Relative paths of images start at `images`, otherwise beside each file.
+/// directory, followed by `#` and the name of its entry or split, and by a weight ([`weight_of`]). A file may be followed by
+/// `#` and the number of its samples that an epoch takes. Relative paths of images start at `images`, otherwise beside each
+/// file.
 ///
 /// # Errors
 /// [`DataError`] of the first that cannot be read, or whose entry is missing or not supported.
@@ -102,6 +105,17 @@ fn split(part: &Path) -> (PathBuf, Option<String>) {
     }
 }
 
+/// The file of `part`, and the number of its samples that an epoch takes: `FILE#N`, as ms-swift writes it.
+fn counted(part: PathBuf) -> (PathBuf, Option<u64>) {
+    let text = part.to_string_lossy();
+    let found = text.rsplit_once(NAME).filter(|_| !part.exists());
+    let found = found.and_then(|(file, number)| Some((PathBuf::from(file), number.parse().ok()?)));
+    match found {
+        Some((file, number)) if number > 0 && file.is_file() => (file, Some(number)),
+        _ => (part, None),
+    }
+}
+
 /// A file or directory of samples, and how to read it.
 struct Located {
     path: PathBuf,
@@ -131,6 +145,8 @@ fn locate(part: &Path, format: Option<DataFormat>) -> Result<Vec<Located>, DataE
         true => directories::files_in(&path, by_name)?,
         false => vec![path],
     };
+    let (paths, counts): (Vec<PathBuf>, Vec<_>) = paths.into_iter().map(counted).unzip();
+    let num_samples = counts.into_iter().find_map(|count| count);
     if let [info] = &paths[..]
         && info.file_name().is_some_and(|file| file == DATASET_INFO)
     {
@@ -142,7 +158,7 @@ fn locate(part: &Path, format: Option<DataFormat>) -> Result<Vec<Located>, DataE
         format,
         columns: None,
         ignored: Vec::new(),
-        num_samples: None,
+        num_samples,
     });
     Ok(located.collect())
 }

@@ -1045,6 +1045,30 @@ fn images_and_labels_have_one_partner_each() {
     assert_eq!(images(&set.samples[0]), [(SINGLE_IMAGE, "images/a.gif")]);
 }
 
+#[test]
+fn a_label_may_describe_its_image() {
+    let read = |label: &str| {
+        let files = [("images/a.jpg", ""), ("labels/a.json", label)];
+        let mut sets = read_datasets(directory(&files).path(), None, None)?;
+        Ok::<_, DataError>(sets.remove(0))
+    };
+    let set = read(r#"{"captions": [{"role": "caption", "content": "A beach."}]}"#).unwrap();
+    assert_eq!(set.format, DataFormat::CogvlmSft);
+    assert_eq!(
+        turns(&set.samples[0]),
+        [("user", ""), ("assistant", "A beach.")]
+    );
+    for label in [
+        r#"{"captions": []}"#,
+        r#"{"captions": [{"role": "user", "content": "x"}]}"#,
+        r#"{"captions": [{"role": "caption"}]}"#,
+        r#"{"captions": [{"role": "caption", "content": "x"}, {"role": "caption", "content": "y"}]}"#,
+    ] {
+        let error = read(label).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("\"captions\""), "{label}: {error}");
+    }
+}
+
 const LINE: &str =
     r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#;
 
@@ -1153,6 +1177,19 @@ fn several_files_and_entries_of_dataset_info_are_read_in_order() {
     std::fs::write(&two, format!("[{turns}, {turns}]")).unwrap();
     let some = read(&format!("{info}#some,{info}#some:2")).unwrap();
     assert_eq!((some[0].weight, some[1].weight), (1.5, 3.0));
+    // ms-swift's way: a file and a number of samples.
+    let path = two.display();
+    let some = read(&format!("{path}#1,{path}#5:2")).unwrap();
+    assert_eq!((some[0].weight, some[1].weight), (0.5, 5.0));
+    assert_eq!(some[0].path, two);
+    assert_eq!(
+        data_files(Path::new(&format!("{path}#1"))),
+        std::slice::from_ref(&two)
+    );
+    for none in ["#0", "#x", "#-1"] {
+        let error = read(&format!("{path}{none}")).unwrap_err();
+        assert!(matches!(error, DataError::Read { .. }), "{none}: {error}");
+    }
     std::fs::write(&two, odd).unwrap();
     let bare = format!("{info}#mine");
     let roots = read_datasets(Path::new(&bare), None, None).unwrap();
