@@ -59,7 +59,7 @@ pub(in crate::cpu::gemm) unsafe fn row(
             (Floats::F32(b), _) => row_at(level, b, stride, n, a, stretch, factor, place),
             (Floats::BF16(b), _) => row_at(level, b, stride, n, a, stretch, factor, place),
             (Floats::F16(b), Level::V4 | Level::V4Bf16) => {
-                row_at(level, b, stride, n, a, stretch, factor, place)
+                row_at(level, b, stride, n, a, stretch, factor, place);
             }
             (Floats::F16(_), _) => unreachable!("columns of f16 are packed"),
         }
