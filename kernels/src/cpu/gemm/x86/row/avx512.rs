@@ -122,7 +122,7 @@ impl<T: Float> Columns<T> {
         let starts = self.starts(at);
         let mut sums = [_mm512_setzero_ps(); S];
         let next = at + S * stretch;
-        let mut ahead = Ahead::new(self, next, a.len(), TOGETHER * stretch);
+        let mut ahead = NextRuns::new(self, next, a.len(), TOGETHER * stretch);
         // Spread over the squares.
         let lines = (N * ahead.run).div_ceil(S * stretch / Self::STEP);
         let a = a.as_ptr().wrapping_add(at);
@@ -175,7 +175,7 @@ impl<T: Float> Columns<T> {
 }
 
 /// Lines of the next runs of all columns, in the order in which they are prefetched: column after column.
-struct Ahead {
+struct NextRuns {
     line: *const u8,
     column: *const u8,
     /// Lines left of the column's run, and of each later one.
@@ -185,7 +185,7 @@ struct Ahead {
     stride: usize,
 }
 
-impl Ahead {
+impl NextRuns {
     /// Runs of up to `elems` elements from `at` on, or from the start of the next columns where these end at `depth`.
     #[inline(always)]
     fn new<T>(columns: Columns<T>, at: usize, depth: usize, elems: usize) -> Self {
