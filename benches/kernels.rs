@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "criterion's macros define public functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark may panic")]
 
+use benches::adam::{Buffers, Variant};
 use benches::{Work, config, measure};
 use criterion::{Criterion, criterion_group, criterion_main};
 use kernels::{
@@ -92,18 +93,37 @@ fn gemm(c: &mut Criterion) {
     group.finish();
 }
 
-/// One row times a weight that no cache holds, as for each new token of a generation.
+/// One row times weights that no cache holds, as for each new token of a generation, on one thread and on all.
 fn decode(c: &mut Criterion) {
     use Transpose::{No, Yes};
     let cpu = CpuBackend::unlimited();
     let mut group = c.benchmark_group("decode");
-    let (n, k) = (8192, 4096);
-    for dtype in TYPES {
-        let [x, w] = [[1, k], [n, k]].map(|s| random(&cpu, &s, dtype));
-        let work = Work::bytes((n * k * dtype.size_bytes()) as f64);
-        measure(&mut group, &format!("{dtype} 1x{n}x{k}"), work, || {
-            drop(cpu.matmul(product((&x, No), (&w, Yes), dtype)).unwrap());
-        });
+    let one = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+    let one = one.unwrap();
+    for (n, k) in [(8192, 8192), (28_672, 3584)] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let [x, w] = [[1, k], [n, k]].map(|s| random(&cpu, &s, dtype));
+            let bytes = (n * k * dtype.size_bytes()) as f64;
+            let step = || drop(cpu.matmul(product((&x, No), (&w, Yes), dtype)).unwrap());
+            let name = format!("{dtype} 1x{n}x{k}");
+            measure(&mut group, &name, Work::read(bytes), step);
+            let name = format!("{name}, one thread");
+            let work = Work::read_by_one(bytes);
+            measure(&mut group, &name, work, || one.install(step));
+        }
+    }
+    group.finish();
+}
+
+/// One optimizer step in every form, over more memory than caches hold.
+fn adamw(c: &mut Criterion) {
+    let mut group = c.benchmark_group("adamw");
+    let elems = 16 << 20;
+    let mut buffers = Buffers::new(elems);
+    for variant in Variant::ALL {
+        let work = Work::update((elems * variant.bytes) as f64);
+        buffers.run(variant);
+        measure(&mut group, variant.name, work, || buffers.run(variant));
     }
     group.finish();
 }
@@ -221,6 +241,6 @@ fn linear_cross_entropy(c: &mut Criterion) {
 criterion_group! {
     name = kernels_of_the_processor;
     config = config();
-    targets = gemm, decode, attention, norm, linear_cross_entropy
+    targets = gemm, decode, adamw, attention, norm, linear_cross_entropy
 }
 criterion_main!(kernels_of_the_processor);

@@ -29,6 +29,7 @@ GROUPS = [
     "f32,torch fused f32,deepspeed f32", "master,deepspeed cast + step + copy",
     "pure,torch fused all bf16", "moments,deepspeed bf16 + f32 moments",
     "f32-bf16-grad,master-f32-grad", "moments-f32-grad,pure-f32-grad,kahan",
+    "f32,f32-8bit,master-8bit-f32-grad",
 ]
 if options.groups:
     for group in GROUPS:
@@ -52,6 +53,7 @@ ours = subprocess.Popen(
 OURS = {
     "rmw": 8, "f32": 28, "f32-bf16-grad": 26, "master-f32-grad": 30, "master": 28,
     "moments-f32-grad": 24, "moments": 22, "pure-f32-grad": 16, "pure": 14, "kahan": 18,
+    "f32-8bit": 16, "master-8bit-f32-grad": 18,
 }
 
 

@@ -79,13 +79,13 @@ impl Variant {
 
 /// Array in huge pages, if the system grants them.
 #[derive(Debug)]
-struct Array<T> {
+pub(crate) struct Array<T> {
     map: MmapMut,
     kind: PhantomData<T>,
 }
 
 impl<T: bytemuck::Pod + Send + Sync> Array<T> {
-    fn new(elems: usize, value: T) -> Self {
+    pub(crate) fn new(elems: usize, value: T) -> Self {
         let map = MmapMut::map_anon(elems * size_of::<T>()).expect("memory for a benchmark");
         #[cfg(target_os = "linux")]
         if let Err(error) = map.advise(Advice::HugePage) {
@@ -116,11 +116,11 @@ impl<T: bytemuck::Pod + Send + Sync> Array<T> {
         array
     }
 
-    fn get(&self) -> &[T] {
+    pub(crate) fn get(&self) -> &[T] {
         bytemuck::cast_slice(&self.map)
     }
 
-    fn get_mut(&mut self) -> &mut [T] {
+    pub(crate) fn get_mut(&mut self) -> &mut [T] {
         bytemuck::cast_slice_mut(&mut self.map)
     }
 }
@@ -289,7 +289,8 @@ fn slice<T: bytemuck::Pod + Send + Sync>(array: &mut Option<Array<T>>) -> &mut [
     array.as_mut().expect("an array made above").get_mut()
 }
 
-fn scale(values: &mut [f32]) {
+/// Multiplies every element in place, on all threads of the rayon pool.
+pub(crate) fn scale(values: &mut [f32]) {
     values.par_chunks_mut(1 << 16).for_each(|part| {
         for x in part {
             *x *= 0.999_99;

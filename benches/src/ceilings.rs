@@ -1,6 +1,7 @@
 //! Measured peak rates of this machine.
 
-use crate::Work;
+use crate::adam::{Array, scale};
+use crate::{Traffic, Work};
 use rayon::prelude::*;
 use std::hint::black_box;
 use std::sync::OnceLock;
@@ -17,6 +18,12 @@ pub struct Ceilings {
     pub core_bytes: f64,
     /// Bytes per second that all cores together move.
     pub all_bytes: f64,
+    /// Bytes per second that one core reads: a sum of words.
+    pub core_read: f64,
+    /// Bytes per second that all cores together read.
+    pub all_read: f64,
+    /// Bytes per second that all cores together read and write again, in place.
+    pub all_update: f64,
 }
 
 impl Ceilings {
@@ -30,14 +37,21 @@ impl Ceilings {
                 all_flops,
                 core_bytes,
                 all_bytes,
+                core_read,
+                all_read,
+                all_update,
             } = ceilings;
             println!(
-                "ceilings: one core {:.1} GFLOP/s, {:.1} GB/s; all {} cores {:.1} GFLOP/s, {:.1} GB/s",
+                "ceilings: one core {:.1} GFLOP/s, {:.1} GB/s, reads {:.1} GB/s; all {} cores {:.1} GFLOP/s, {:.1} GB/s, \
+                 reads {:.1} GB/s, updates in place {:.1} GB/s",
                 core_flops * 1e-9,
                 core_bytes * 1e-9,
+                core_read * 1e-9,
                 rayon::current_num_threads(),
                 all_flops * 1e-9,
                 all_bytes * 1e-9,
+                all_read * 1e-9,
+                all_update * 1e-9,
             );
             ceilings
         })
@@ -54,13 +68,22 @@ impl Ceilings {
             }),
             core_bytes: stream.best(false),
             all_bytes: stream.best(true),
+            core_read: stream.best_read(false),
+            all_read: stream.best_read(true),
+            all_update: stream.best_update(),
         }
     }
 
-    /// Lower bound of the seconds that some work takes on all cores.
+    /// Lower bound of the seconds that some work takes on all cores, or on one where its kind says so.
     #[must_use]
     pub fn seconds(&self, work: Work) -> f64 {
-        (work.flops / self.all_flops).max(work.bytes / self.all_bytes)
+        let bytes = match work.kind {
+            Traffic::Copy => self.all_bytes,
+            Traffic::Read => self.all_read,
+            Traffic::ReadByOne => self.core_read,
+            Traffic::Update => self.all_update,
+        };
+        (work.flops / self.all_flops).max(work.bytes / bytes)
     }
 }
 
@@ -133,11 +156,42 @@ fn multiply_adds(rounds: usize) -> f32 {
     register_loop::<true>(rounds)
 }
 
+/// Sum of words in 64 independent sums.
+#[inline(always)]
+fn sum_loop(words: &[u32]) -> u32 {
+    const SUMS: usize = 64;
+    let mut sums = [0u32; SUMS];
+    for words in words.chunks_exact(SUMS) {
+        for (sum, word) in sums.iter_mut().zip(words) {
+            *sum = sum.wrapping_add(*word);
+        }
+    }
+    sums.iter().fold(0, |a, b| a.wrapping_add(*b))
+}
+
+#[cfg(target_arch = "x86_64")]
+fn sum(words: &[u32]) -> u32 {
+    #[target_feature(enable = "avx512f,avx2,fma")]
+    fn wide(words: &[u32]) -> u32 {
+        sum_loop(words)
+    }
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the feature was detected, and it implies the others.
+        return unsafe { wide(words) };
+    }
+    sum_loop(words)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn sum(words: &[u32]) -> u32 {
+    sum_loop(words)
+}
+
 /// Arrays larger than the caches of most machines.
 struct Stream {
-    a: Vec<f32>,
-    b: Vec<f32>,
-    c: Vec<f32>,
+    a: Array<f32>,
+    b: Array<f32>,
+    c: Array<f32>,
 }
 
 /// Elements per array (128 MiB).
@@ -147,7 +201,7 @@ const PART: usize = 1 << 18;
 
 impl Stream {
     fn new() -> Self {
-        let array = |value| vec![value; STREAM];
+        let array = |value| Array::new(STREAM, value);
         Self {
             a: array(0.0),
             b: array(1.0),
@@ -171,15 +225,36 @@ impl Stream {
         copy.max(triad)
     }
 
+    /// Bytes per second of a sum of all words.
+    fn best_read(&self, all_cores: bool) -> f64 {
+        let words: &[u32] = bytemuck::cast_slice(self.b.get());
+        best(4, size_of_val(words) as f64, || {
+            black_box(match all_cores {
+                true => words
+                    .par_chunks(PART)
+                    .map(sum)
+                    .reduce(|| 0, u32::wrapping_add),
+                false => sum(words),
+            });
+        })
+    }
+
+    /// Bytes per second, read and written, of a multiplication in place, on all cores.
+    fn best_update(&mut self) -> f64 {
+        let values = self.a.get_mut();
+        best(4, 2.0 * size_of_val(values) as f64, || scale(values))
+    }
+
     fn run(&mut self, all_cores: bool, f: impl Fn(&mut [f32], &[f32], &[f32]) + Sync) {
+        let (a, b, c) = (self.a.get_mut(), self.b.get(), self.c.get());
         if all_cores {
-            let parts = self.a.par_chunks_mut(PART);
+            let parts = a.par_chunks_mut(PART);
             parts
-                .zip(self.b.par_chunks(PART))
-                .zip(self.c.par_chunks(PART))
+                .zip(b.par_chunks(PART))
+                .zip(c.par_chunks(PART))
                 .for_each(|((a, b), c)| f(a, b, c));
         } else {
-            f(&mut self.a, &self.b, &self.c);
+            f(a, b, c);
         }
         black_box(&mut self.a);
     }

@@ -28,19 +28,68 @@ pub struct Work {
     pub flops: f64,
     /// Bytes that must be read or written, each once.
     pub bytes: f64,
+    /// What happens to the bytes.
+    pub kind: Traffic,
+}
+
+/// Kind of memory traffic, which decides the ceiling.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Traffic {
+    /// Bytes are read and other ones written.
+    #[default]
+    Copy,
+    /// Bytes are read.
+    Read,
+    /// Bytes are read by one thread.
+    ReadByOne,
+    /// Bytes are read, changed and written where they were.
+    Update,
 }
 
 impl Work {
     /// Work bound by arithmetic.
     #[must_use]
     pub fn flops(flops: f64) -> Self {
-        Self { flops, bytes: 0.0 }
+        Self {
+            flops,
+            ..Self::default()
+        }
     }
 
     /// Work bound by memory.
     #[must_use]
     pub fn bytes(bytes: f64) -> Self {
-        Self { flops: 0.0, bytes }
+        Self {
+            bytes,
+            ..Self::default()
+        }
+    }
+
+    /// Work bound by reads.
+    #[must_use]
+    pub fn read(bytes: f64) -> Self {
+        Self {
+            kind: Traffic::Read,
+            ..Self::bytes(bytes)
+        }
+    }
+
+    /// Work of one thread bound by reads.
+    #[must_use]
+    pub fn read_by_one(bytes: f64) -> Self {
+        Self {
+            kind: Traffic::ReadByOne,
+            ..Self::bytes(bytes)
+        }
+    }
+
+    /// Work bound by updates in place.
+    #[must_use]
+    pub fn update(bytes: f64) -> Self {
+        Self {
+            kind: Traffic::Update,
+            ..Self::bytes(bytes)
+        }
     }
 }
 
@@ -110,12 +159,19 @@ mod tests {
             all_flops: 2e9,
             core_bytes: 1e9,
             all_bytes: 1e9,
+            core_read: 2e9,
+            all_read: 4e9,
+            all_update: 5e9,
         };
         let work = Work {
             flops: 1e9,
             bytes: 1e9,
+            kind: Traffic::Copy,
         };
         assert_eq!(ceilings.seconds(work), 1.0);
+        assert_eq!(ceilings.seconds(Work::update(1e9)), 0.2);
+        assert_eq!(ceilings.seconds(Work::read(1e9)), 0.25);
+        assert_eq!(ceilings.seconds(Work::read_by_one(1e9)), 0.5);
         let line = report("x", work, 2.0, &ceilings);
         assert_eq!(line, "    x: 0.5 GFLOP/s, 50 % of the ceiling");
     }

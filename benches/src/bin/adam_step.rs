@@ -1,6 +1,6 @@
-//! Server for benchmarks: `adam_step PARAMETERS THREADS`. For every variant name on standard input it runs one
-//! `AdamW` step. It answers with the wall time and the processor time in seconds. `scripts/adam_peers.py` alternates
-//! it with other programs.
+//! Server for benchmarks: `adam_step PARAMETERS THREADS [STEPS]`. For every variant name on standard input it runs one
+//! `AdamW` step, or `STEPS`. It answers with the wall time and the processor time of one in seconds.
+//! `scripts/adam_peers.py` alternates it with other programs.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
@@ -13,10 +13,11 @@ use std::io::{BufRead, Write};
 use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let usage = "usage: adam_step PARAMETERS THREADS, then names on standard input";
+    let usage = "usage: adam_step PARAMETERS THREADS [STEPS], then names on standard input";
     let mut args = std::env::args().skip(1);
     let elems: usize = args.next().ok_or(usage)?.parse()?;
     let threads = args.next().ok_or(usage)?.parse()?;
+    let steps: u32 = args.next().map_or(Ok(1), |steps| steps.parse())?;
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .build()?;
@@ -31,10 +32,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             known.push(variant.name);
         }
         let (start, processor) = (Instant::now(), processor_seconds()?);
-        pool.install(|| buffers.run(variant));
+        pool.install(|| (0..steps).for_each(|_| buffers.run(variant)));
         let (wall, processor) = (
-            start.elapsed().as_secs_f64(),
-            processor_seconds()? - processor,
+            start.elapsed().as_secs_f64() / f64::from(steps),
+            (processor_seconds()? - processor) / f64::from(steps),
         );
         println!("{wall:.9} {processor:.9}");
         std::io::stdout().flush()?;
