@@ -122,14 +122,14 @@ impl<T: Float> Columns<T> {
         let starts = self.starts(at);
         let mut sums = [_mm512_setzero_ps(); S];
         let next = at + S * stretch;
-        let mut ahead = NextRuns::new(self, next, a.len(), TOGETHER * stretch);
+        let mut next_lines = NextLines::new(self, next, a.len(), TOGETHER * stretch);
         // Spread over the squares.
-        let lines = (N * ahead.run).div_ceil(S * stretch / Self::STEP);
+        let lines = (N * next_lines.run).div_ceil(S * stretch / Self::STEP);
         let a = a.as_ptr().wrapping_add(at);
         for k in (0..stretch).step_by(Self::STEP) {
             for s in 0..S {
                 let k = k + s * stretch;
-                ahead.prefetch(lines);
+                next_lines.prefetch(lines);
                 let mut lines = [_mm512_setzero_si512(); N];
                 // SAFETY: the caller's promises.
                 unsafe {
@@ -175,7 +175,7 @@ impl<T: Float> Columns<T> {
 }
 
 /// Lines of the next runs of all columns, in the order in which they are prefetched: column after column.
-struct NextRuns {
+struct NextLines {
     line: *const u8,
     column: *const u8,
     /// Lines left of the column's run, and of each later one.
@@ -185,7 +185,7 @@ struct NextRuns {
     stride: usize,
 }
 
-impl NextRuns {
+impl NextLines {
     /// Runs of up to `elems` elements from `at` on, or from the start of the next columns where these end at `depth`.
     #[inline(always)]
     fn new<T>(columns: Columns<T>, at: usize, depth: usize, elems: usize) -> Self {
