@@ -59,6 +59,10 @@ fn weights(error: &WeightError) -> Option<String> {
             None => format!("SAT 检查点 {} 缺少模型并行 rank {rank}", dir.display()),
         },
         WeightError::Slices { name, reason } => format!("张量 {name}：{reason}"),
+        WeightError::Indivisible { name, shape, ranks } => {
+            format!("形状为 {shape:?} 的张量 {name} 无法分给 {ranks} 个 rank")
+        }
+        WeightError::NotInSat { name, reason } => format!("张量 {name}：{reason}"),
         WeightError::Truncated {
             path,
             expected_bytes,

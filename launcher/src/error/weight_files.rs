@@ -51,6 +51,14 @@ pub(crate) fn report(error: &WeightError) -> Failure {
             "take latest, model_config.json and the mp_rank files of one save",
             "请使用同一次保存的 latest、model_config.json 和 mp_rank 文件",
         )),
+        WeightError::Indivisible { .. } => not_sat(error).next(both(
+            "give an --mp-size that divides the sizes of the model: 1 always does",
+            "请给出能整除模型各尺寸的 --mp-size；1 总是可以",
+        )),
+        WeightError::NotInSat { .. } => not_sat(error).next(both(
+            "omit --format sat: SAT has checkpoints of CogVLM, CogVLM2 and CogAgent only",
+            "请去掉 --format sat：SAT 只有 CogVLM、CogVLM2 和 CogAgent 的检查点",
+        )),
         WeightError::Write { path, source } => {
             Failure::io(ErrorCode::Disk, both("write", "写入"), path, source)
         }
@@ -100,6 +108,14 @@ fn torch(path: &Path, source: &TorchError, error: &WeightError) -> Failure {
                 "请重新下载该文件，或用 torch.save 重新保存",
             )),
     }
+}
+
+fn not_sat(error: &WeightError) -> Failure {
+    let title = both(
+        "this model cannot be written as that SAT checkpoint",
+        "无法把该模型写成这样的 SAT 检查点",
+    );
+    Failure::new(ErrorCode::ModelFiles, title, chain(error))
 }
 
 fn plain(error: &WeightError) -> Failure {

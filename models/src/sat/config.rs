@@ -18,6 +18,8 @@ const RMS_EPS: f64 = 1e-5;
 const EVA_EPS: f64 = 1e-6;
 /// Width and heads of the published EVA tower. Its heads leave no trace in any shape.
 const EVA: (u64, u64) = (1792, 16);
+/// Width of CogAgent's published second tower, and of its heads.
+const CROSS: (u64, u64) = (1024, 64);
 /// Ids of the tokens that begin, end and pad a sequence: of Vicuna and of Llama 3.
 const TOKENS: [u64; 3] = [1, 2, 0];
 const TOKENS_2: [u64; 3] = [128_000, 128_001, 128_002];
@@ -56,7 +58,11 @@ pub fn hub(model: &Path) -> Result<Map<String, Value>> {
         (Some(sizes), true) => sizes.model_config(&dirs[0])?,
         _ => own,
     };
-    from_sat(&made, sizes.as_ref(), &dirs[0])
+    let beside = || {
+        let config = borrowed(model)?;
+        config.get("cross_vision_config")?["head_width"].as_u64()
+    };
+    from_sat(&made, sizes.as_ref(), &dirs[0], &beside)
 }
 
 /// Content of the `config.json` of the model at `model`, which is made if a SAT checkpoint has none.
@@ -99,6 +105,7 @@ fn from_sat(
     own: &Map<String, Value>,
     sizes: Option<&Sizes>,
     dir: &Path,
+    head_width_beside: &dyn Fn() -> Option<u64>,
 ) -> Result<Map<String, Value>> {
     let need = |field: &str| {
         let value = own.get(field).and_then(Value::as_u64);
@@ -185,7 +192,14 @@ fn from_sat(
         );
         fields.insert("cross_compute_hidden_size".into(), (head * heads).into());
         fields.insert("cross_image_size".into(), need("cross_image_pix")?.into());
-        if let Some(tower) = sizes.and_then(Sizes::second_tower) {
+        if let Some(sizes) = sizes {
+            let tower = sizes.second_tower(head_width_beside);
+            let tower = tower.ok_or_else(|| WeightError::Sat {
+                dir: dir.to_owned(),
+                reason: "does not say the width of the heads of its second tower: put the config.json of its model \
+                         beside the tokenizer"
+                    .to_owned(),
+            })?;
             fields.insert("cross_vision_config".into(), tower);
         }
     }
@@ -373,12 +387,16 @@ impl Sizes {
         Ok(made.as_object_mut().map(std::mem::take).unwrap_or_default())
     }
 
-    /// `cross_vision_config` of CogAgent.
-    fn second_tower(&self) -> Option<Value> {
+    /// `cross_vision_config` of CogAgent. The width of a head is that of the rotary table, which is a buffer: where a
+    /// checkpoint lacks it, that of a `config.json` beside the tokenizer, or of the published tower.
+    fn second_tower(&self, head_width_beside: &dyn Fn() -> Option<u64>) -> Option<Value> {
         let extent =
             |name: &str, axis| self.extent(&format!("mixins.encoder.vit.model.{name}"), axis);
         let width = extent("patch_embed.proj.weight", 0)?;
         let inner = extent("blocks.0.mlp.w1.weight", 0)?;
+        let head_width = extent("rope.freqs_cos", 1)
+            .or_else(head_width_beside)
+            .or((width == CROSS.0).then_some(CROSS.1))?;
         let ratio = match (width as f64 * RATIO) as u64 == inner {
             true => RATIO,
             false => (inner as f64 + 0.5) / width as f64,
@@ -387,7 +405,7 @@ impl Sizes {
             "embed_dim": extent("head.weight", 0)?,
             "layers": self.blocks("mixins.encoder.vit.model.blocks."),
             "width": width,
-            "head_width": extent("rope.freqs_cos", 1)?,
+            "head_width": head_width,
             "mlp_ratio": ratio,
             "patch_size": extent("patch_embed.proj.weight", 2)?,
             "pt_hw_seq_len": 16,

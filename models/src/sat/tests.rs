@@ -104,6 +104,25 @@ fn configurations_are_those_of_the_hub() {
     }
 }
 
+/// CogAgent's rotary table is a buffer. Without it, a `config.json` beside the tokenizer tells the width of the heads.
+#[test]
+fn a_second_tower_without_its_buffers_has_the_heads_of_the_configuration() {
+    let temp = tempfile::tempdir().unwrap();
+    let (place, dir) = (pack("cogagent-mp4-bf16"), temp.path().join("bare"));
+    let source = WeightSource::open(&place).unwrap();
+    let names = source.names().filter(|name| !name.contains("rope.freqs"));
+    let names: Vec<&str> = names.collect();
+    assert!(names.len() < source.names().count());
+    write_tensors(&source, &names, &place, &dir, 2).unwrap();
+    let error = config::hub(&dir).unwrap_err().to_string();
+    assert!(error.contains("the heads of its second tower"), "{error}");
+    let location = places::with_tokenizer(&dir, Some(&golden("cogagent-chat-hf")));
+    assert_eq!(
+        config::hub(&location).unwrap(),
+        config::hub(&place).unwrap()
+    );
+}
+
 #[test]
 fn merged_matrices_make_the_weights_of_the_trained_model() {
     let name = "cogvlm-mp1-bf16-lora";
@@ -134,9 +153,21 @@ fn merged_matrices_make_the_weights_of_the_trained_model() {
 
 /// Writes the tensors of `source` as a checkpoint of `ranks` ranks.
 fn write(source: &WeightSource, place: &Path, dir: &Path, ranks: usize) -> Result<()> {
+    let names: Vec<&str> = source.names().collect();
+    write_tensors(source, &names, place, dir, ranks)
+}
+
+fn write_tensors(
+    source: &WeightSource,
+    names: &[&str],
+    place: &Path,
+    dir: &Path,
+    ranks: usize,
+) -> Result<()> {
     let hub = config::hub(place)?;
-    let tensors: Vec<TensorOf> = source
-        .names()
+    let tensors: Vec<TensorOf> = names
+        .iter()
+        .copied()
         .map(|name| TensorOf {
             name: name.to_owned(),
             dtype: source.dtype(name).unwrap(),

@@ -78,12 +78,11 @@ impl SatWriter {
         let mut targets = BTreeMap::new();
         let mut divided: Vec<TensorOf> = Vec::new();
         for tensor in tensors {
-            let wrong = |reason: &str| WeightError::Slices {
-                name: tensor.name.clone(),
-                reason: reason.to_owned(),
-            };
-            let (sat, division) = names::of_hub(&tensor.name)
-                .ok_or_else(|| wrong("has no place in a SAT checkpoint"))?;
+            let (sat, division) =
+                names::of_hub(&tensor.name).ok_or_else(|| WeightError::NotInSat {
+                    name: tensor.name.clone(),
+                    reason: "has no place in a SAT checkpoint",
+                })?;
             let is_copy =
                 sat == names::FREQUENCIES && divided.iter().any(|other| other.name == sat);
             let width = widths.get(&*sibling(&tensor.name)).copied();
@@ -93,10 +92,11 @@ impl SatWriter {
             };
             let shape = cut.as_ref().and_then(|cut| cut.piece(&tensor.shape, ranks));
             let (Some(cut), Some(shape)) = (cut, shape) else {
-                return Err(wrong(&format!(
-                    "of shape {:?} cannot be divided among {ranks} ranks",
-                    tensor.shape
-                )));
+                return Err(WeightError::Indivisible {
+                    name: tensor.name.clone(),
+                    shape: tensor.shape.clone(),
+                    ranks,
+                });
             };
             let target = Target {
                 tensor: tensor.clone(),
@@ -149,9 +149,9 @@ impl SatWriter {
             let expected = self.frequencies.get(first * size..end * size);
             return match expected == Some(bytes) {
                 true => Ok(()),
-                false => Err(WeightError::Slices {
+                false => Err(WeightError::NotInSat {
                     name: name.to_owned(),
-                    reason: "differs from that of layer 0; SAT has one for all layers".to_owned(),
+                    reason: "differs from that of layer 0; SAT has one for all layers",
                 }),
             };
         };

@@ -111,6 +111,24 @@ pub enum WeightError {
         /// What is wrong with it.
         reason: String,
     },
+    /// Model-parallel ranks cannot have equal parts of a tensor.
+    #[error("tensor {name} of shape {shape:?} cannot be divided among {ranks} ranks")]
+    Indivisible {
+        /// Name of the tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Number of ranks.
+        ranks: usize,
+    },
+    /// A SAT checkpoint has no place for a tensor.
+    #[error("tensor {name} {reason}")]
+    NotInSat {
+        /// Name of the tensor.
+        name: String,
+        /// Why not.
+        reason: &'static str,
+    },
     /// Weights are declared for a model that `config.json` does not describe.
     #[error("{} declares the weights of a model that cannot be opened", path.display())]
     Declared {

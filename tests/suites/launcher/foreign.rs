@@ -93,7 +93,7 @@ fn a_sat_checkpoint_trains_answers_and_comes_back() {
         "export hub --format sat --mp-size 5 --output no",
         10,
         "E10",
-        &["cannot be divided among 5 ranks"],
+        &["cannot be divided among 5 ranks", "--mp-size that divides"],
     );
     refuse(
         &site,
@@ -182,6 +182,13 @@ fn torch_files_are_models_and_nothing_in_them_runs() {
         "--model {} --output out --max-steps 1 --precision f32",
         single.display()
     ));
+    refuse(
+        &site,
+        "export out --format sat --output no",
+        10,
+        "E10",
+        &["has no place in a SAT checkpoint", "omit --format sat"],
+    );
     // safetensors files count where both exist.
     std::fs::copy(
         single.join("pytorch_model.bin"),

@@ -235,7 +235,18 @@ fn stages_answer_as_one_rank_does() {
     };
     assert_eq!(generate("--mp-size 2"), generate(""));
     assert_eq!(evaluate("--mp-size 2 --nproc 4"), evaluate(""));
-    // The environment's MP_SIZE is for training.
+    // The environment's MP_SIZE is for training and its plan, which says that it was read.
+    let mut command = launcher(&site);
+    command.args("plan --model model --data data/samples.json".split(' '));
+    command.env("MP_SIZE", "2").env("NUM_GPUS_PER_WORKER", "4");
+    let plan = String::from_utf8(command.output().unwrap().stdout).unwrap();
+    let words = [
+        "MP_SIZE=2 stands for --mp-size 2",
+        "NUM_GPUS_PER_WORKER=4 stands for --nproc 4",
+        "4 ranks on",
+        "2 data-parallel ranks each",
+    ];
+    assert_says(&plan, &words);
     let words = "generate --model model --prompt Why? --max-new-tokens 1";
     let mut command = launcher(&site);
     command.args(words.split(' ')).env("MP_SIZE", "2");

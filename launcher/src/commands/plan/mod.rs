@@ -15,6 +15,7 @@ mod text;
 use crate::cli::{Hardware, Note, PlanArgs, Preset, resolve_on};
 use crate::commands::synth::published;
 use crate::config::{Collectives, DEVICE, Device, DeviceChoice, Products, RunConfig, RunGpu};
+use crate::device::survey::environment;
 use crate::device::{self, Chosen, Devices};
 use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, quoted};
@@ -313,6 +314,9 @@ fn as_text(
             },
             usize::MAX,
         );
+    }
+    for event in environment::stand_ins(&Variables::read()) {
+        text += &shown(&event, usize::MAX);
     }
     if let Some(preset) = args.run.preset.as_deref().and_then(Preset::named) {
         text += &shown(

@@ -296,13 +296,18 @@ pub(crate) fn pipeline_stages_have_the_bits_of_one_gpu() {
         assert!(site.weights(run, 2) == site.weights("whole", 2), "{run}");
     }
     // Data-parallel ranks of each stage exchange weights and gradients, too.
-    let mesh = "--precision bf16 --max-steps 1 --device cuda --nproc 4 --mp-size 2 --zero 3 --offload cpu --save-strategy no \
-                --eval-strategy no --gradient-accumulation-steps 2";
+    let mesh = "--precision bf16 --max-steps 1 --device cuda --zero 3 --offload cpu --eval-strategy no \
+                --gradient-accumulation-steps 2";
+    site.train(&[], &format!("{mesh} --nproc 2 --output replicas"));
     for carrier in ["shm", "ipc"] {
         site.train(
             &[],
-            &format!("{mesh} --collectives {carrier} --output {carrier}"),
+            &format!("{mesh} --nproc 4 --mp-size 2 --collectives {carrier} --output {carrier}"),
+        );
+        assert_eq!(site.losses(carrier), site.losses("replicas"), "{carrier}");
+        assert!(
+            site.weights(carrier, 1) == site.weights("replicas", 1),
+            "{carrier}"
         );
     }
-    assert_eq!(site.losses("ipc"), site.losses("shm"));
 }

@@ -82,6 +82,11 @@ pub(crate) fn notes(variables: &Variables) -> Vec<Event> {
             reason: text!("{effect}; here: {instead}", "{effect}；请改用：{instead}"),
         })
     });
+    rows.chain(stand_ins(variables)).collect()
+}
+
+/// Notes of a run or a plan on the variables of other trainers that are read in place of a flag.
+pub(crate) fn stand_ins(variables: &Variables) -> Vec<Event> {
     let set = |(name, flag): (&'static str, &'static str)| {
         let value = variables.get(name)?.to_string_lossy().into_owned();
         Some(Event::Info {
@@ -93,7 +98,7 @@ pub(crate) fn notes(variables: &Variables) -> Vec<Event> {
         })
     };
     let read = [("MP_SIZE", "--mp-size"), ("NUM_GPUS_PER_WORKER", "--nproc")];
-    rows.chain(read.into_iter().filter_map(set)).collect()
+    read.into_iter().filter_map(set).collect()
 }
 
 fn named(
