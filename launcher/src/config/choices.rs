@@ -218,7 +218,7 @@ pub enum Scheduler {
     Linear,
     /// Down to zero along half a cosine.
     Cosine,
-    /// The same in several waves.
+    /// Along several half cosine waves, each from the full rate to zero.
     #[value(name = "cosine_with_restarts", alias = "cosine-with-restarts")]
     CosineWithRestarts,
     /// Along half a cosine to a lowest rate.

@@ -90,9 +90,9 @@ pub(crate) struct Reading<'a> {
 /// Samples that a run reads of its data.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Taken {
-    /// So many of the training data, or all.
+    /// This number of training samples; all of them if `None`.
     Training(Option<usize>),
-    /// Those of the held-out data.
+    /// The held-out samples.
     HeldOut,
 }
 

@@ -126,7 +126,7 @@ pub enum WeightError {
     NotInSat {
         /// Name of the tensor.
         name: String,
-        /// Why not.
+        /// Reason, for the user.
         reason: &'static str,
     },
     /// Weights are declared for a model that `config.json` does not describe.

@@ -74,7 +74,8 @@ impl TileIo {
 pub(super) enum Form {
     /// One f32 for each `k`.
     Single,
-    /// One pair of bf16 for each two `k`, the first in the upper half, the order in which a dot product adds them.
+    /// Two bf16 in 32 bits, those of two consecutive `k`. The first is in the upper half, because `vdpbf16ps` adds the
+    /// product of the upper halves first.
     Pair,
 }
 
@@ -88,16 +89,18 @@ impl Form {
     }
 }
 
-/// Lower bound of the magnitudes of a packed operand that are not zero, as the upper 15 bits of an f32, minus one.
+/// Smallest magnitude among the nonzero elements of a packed bf16 operand: its bits without the sign, minus one. A zero
+/// wraps around to the largest number, so zeros do not count.
 ///
-/// A dot product of bf16 takes subnormal numbers as zero and rounds them to zero, and otherwise it is a sequence of
-/// fused multiply-adds. So its bits are those of the definition if no subnormal number arises.
+/// It decides between two kernels. `vdpbf16ps` takes subnormal operands as zero and rounds subnormal results to zero.
+/// Otherwise it is two fused multiply-adds in a row, which is the definition of a product here. So its bits are right
+/// where no subnormal number can arise.
 pub(super) type Least = u16;
 
 /// [`Least`] of an operand that has only zeros.
 pub(super) const NO_LEAST: Least = Least::MAX;
 
-/// Whether a chain over operands with these bounds has normal operands, and no subnormal number as a partial sum.
+/// Whether no subnormal number can arise in a chain: neither as an operand nor as a partial sum.
 ///
 /// An operand of exponent field `e >= 1` is a multiple of `2^(e - 134)`, since bf16 has seven bits of fraction. So
 /// partial sums are multiples of the product of two of these powers, and stay so when they are rounded. They are zero

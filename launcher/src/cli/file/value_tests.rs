@@ -9,9 +9,9 @@ use crate::cli::{Args, Command, parse};
 enum Becomes {
     /// These flags of this program.
     Flags(&'static str),
-    /// Nothing: it is how it is done here.
+    /// No flag: this program always does what the value asks for.
     Here,
-    /// Nothing, which the run says.
+    /// No flag and no effect; the run says so.
     Named,
     /// It is refused with these words.
     Refused(&'static str),

@@ -21,8 +21,8 @@ const AHEAD: usize = 128;
 /// Prefetch distance in `k`, if lanes are side by side in memory.
 const AHEAD_ROWS: usize = 16;
 
-/// Packs `x [lanes, depth]` into panels of `width` lanes, which fill `out`. `data` are its elements. Returns the bound
-/// of their magnitudes.
+/// Packs `x [lanes, depth]` into panels of `width` lanes, which fill `out`. `data` are its elements. Returns their
+/// smallest magnitude.
 ///
 /// The processor has AVX-512 F and BW.
 pub(in crate::cpu::gemm) fn pack(
@@ -47,7 +47,7 @@ pub(in crate::cpu::gemm) fn pack(
     }
 }
 
-/// Sixteen pairs, or 32 elements.
+/// The smallest magnitude so far in each of 32 lanes, in the form of [`Least`].
 #[derive(Clone, Copy)]
 struct Bound(__m512i);
 
@@ -58,7 +58,7 @@ impl Bound {
         Self(_mm512_set1_epi16(-1))
     }
 
-    /// The bound of these elements too. Zero minus one is the largest number without a sign.
+    /// Takes 32 more elements into account. Zero minus one wraps around to the largest number.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
     fn with(self, x: __m512i) -> Self {
