@@ -85,7 +85,7 @@ pub use backend::{
     IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
     Transpose,
 };
-pub use cpu::CpuBackend;
+pub use cpu::{CpuBackend, CpuMath};
 pub use dtype::{DType, Element, Float};
 pub use error::{KernelError, Result};
 pub use grouped::{GroupedMatmulArgs, MatmulGroup};

@@ -113,6 +113,7 @@ impl CpuBackend {
         let a = oriented(args.a, args.transpose_a);
         let b = oriented(args.b, args.transpose_b);
         multiply(
+            self.math,
             &[product(a, b, 1.0)],
             bias,
             writable(&mut out, args.out),
@@ -159,6 +160,7 @@ impl CpuBackend {
         let product = product(a, oriented(args.b, args.transpose_b), 1.0).part_of(part.total);
         let data = out.as_mut_slice();
         multiply(
+            self.math,
             &[product],
             None,
             Out::F32 { data, accumulate },
@@ -177,13 +179,13 @@ impl CpuBackend {
         let x = Matrix::of(args.x);
         let a = Matrix::of(args.lora_a).transposed();
         let seen = seen.as_ref().map_or(x, Matrix::of);
-        multiply(&[product(seen, a, 1.0)], None, f32_out(u), rest);
+        multiply(self.math, &[product(seen, a, 1.0)], None, f32_out(u), rest);
         let u = Matrix::new(Floats::F32(u), s.t, s.r);
         let products = [
             product(x, Matrix::of(args.weight).transposed(), 1.0),
             product(u, Matrix::of(args.lora_b).transposed(), args.scale),
         ];
-        multiply(&products, bias, writable(&mut out, dtype), rest);
+        multiply(self.math, &products, bias, writable(&mut out, dtype), rest);
         Ok(out.freeze())
     }
 
@@ -214,8 +216,14 @@ impl CpuBackend {
         let dy = Matrix::of(dy);
         let x = Matrix::of(seen.as_ref().unwrap_or(args.x));
         let (a, b) = (Matrix::of(args.lora_a), Matrix::of(args.lora_b));
-        multiply(&[product(x, a.transposed(), 1.0)], None, f32_out(u), rest);
-        multiply(&[product(dy, b, 1.0)], None, f32_out(du), rest);
+        multiply(
+            self.math,
+            &[product(x, a.transposed(), 1.0)],
+            None,
+            f32_out(u),
+            rest,
+        );
+        multiply(self.math, &[product(dy, b, 1.0)], None, f32_out(du), rest);
         let u = Matrix::new(Floats::F32(u), s.t, s.r);
         let du = Matrix::new(Floats::F32(du), s.t, s.r);
         let gradients = [
@@ -225,7 +233,13 @@ impl CpuBackend {
         for (left, right, to) in gradients {
             let data = to.as_mut_slice();
             let product = product(left, right, args.scale).part_of(whole);
-            multiply(&[product], None, Out::F32 { data, accumulate }, rest);
+            multiply(
+                self.math,
+                &[product],
+                None,
+                Out::F32 { data, accumulate },
+                rest,
+            );
         }
         drop(seen);
         if let Some(dx) = &mut dx {
@@ -234,12 +248,12 @@ impl CpuBackend {
                 product(du, a, args.scale),
             ];
             match &args.dropout {
-                None => multiply(&terms, None, writable(dx, dtype), rest),
+                None => multiply(self.math, &terms, None, writable(dx, dtype), rest),
                 Some(dropout) => {
                     let [base, own] = terms;
-                    multiply(&[base], None, writable(dx, dtype), rest);
+                    multiply(self.math, &[base], None, writable(dx, dtype), rest);
                     let mut d_seen = self.output(args.x.shape(), dtype)?;
-                    multiply(&[own], None, writable(&mut d_seen, dtype), rest);
+                    multiply(self.math, &[own], None, writable(&mut d_seen, dtype), rest);
                     drop_into(&dropout.of(&d_seen.freeze()), dx, Store::Add);
                 }
             }

@@ -8,7 +8,7 @@ use super::gemm::{Out, Product, multiply, workspace};
 use super::matrix::{Floats, Matrix, narrow};
 use super::parallel::{self, MIN_PARALLEL_ELEMS, workers};
 use super::simd::multiversion;
-use super::{CpuBackend, Space, floats, math, reduce};
+use super::{CpuBackend, CpuMath, Space, floats, math, reduce};
 use crate::backend::{IGNORED_LABEL, LossGrads, LossNeeds};
 use crate::check::LossSizes;
 use crate::error::{KernelError, Result};
@@ -131,6 +131,7 @@ fn supervised(labels: &[i32], v: usize) -> Result<Vec<usize>> {
 
 /// Operands of a call, and its supervised rows.
 struct Head<'a> {
+    math: CpuMath,
     hidden: Floats<'a>,
     weight: Matrix<'a>,
     labels: &'a [i32],
@@ -140,6 +141,7 @@ struct Head<'a> {
 
 impl<'a> Head<'a> {
     fn new(
+        math: CpuMath,
         hidden: &'a Tensor,
         weight: &'a Tensor,
         labels: &'a Tensor,
@@ -149,6 +151,7 @@ impl<'a> Head<'a> {
         let rows = supervised(labels, sizes.v)?;
         let cuts = Cuts::new(sizes, rows.len());
         Ok(Self {
+            math,
             hidden: Floats::of(hidden),
             weight: Matrix::of(weight),
             labels,
@@ -178,7 +181,7 @@ impl<'a> Head<'a> {
     fn logits(&self, hidden: Matrix<'_>, tile: (usize, usize), out: &mut [f32], ws: &mut [f32]) {
         let weight = self.weight.row_range(tile.0, tile.1).transposed();
         let product = Product::new(hidden, weight, 1.0);
-        multiply(&[product], None, into(out, false), ws);
+        multiply(self.math, &[product], None, into(out, false), ws);
     }
 
     /// Label of row `row` relative to the start of a tile, if the label is in the tile.
@@ -274,7 +277,7 @@ impl CpuBackend {
         labels: &Tensor,
         sizes: LossSizes,
     ) -> Result<Tensor> {
-        let head = Head::new(hidden, weight, labels, sizes)?;
+        let head = Head::new(self.math, hidden, weight, labels, sizes)?;
         let mut losses = TensorMut::zeros(&self.pool, Tag::Activations, [sizes.t], DType::F32)?;
         if head.rows.is_empty() {
             return Ok(losses.freeze());
@@ -302,7 +305,7 @@ impl CpuBackend {
         need: LossNeeds,
         sizes: LossSizes,
     ) -> Result<LossGrads> {
-        let head = Head::new(hidden, weight, labels, sizes)?;
+        let head = Head::new(self.math, hidden, weight, labels, sizes)?;
         let zeros = |tag, shape, dtype| TensorMut::zeros(&self.pool, tag, shape, dtype);
         let mut losses = zeros(Tag::Activations, [sizes.t].into(), DType::F32)?;
         let mut d_hidden = match need.hidden {
@@ -378,13 +381,19 @@ impl Head<'_> {
                 if d_hidden.is_some() {
                     let b = self.weight.row_range(tile.0, tile.1);
                     let product = Product::new(grad, b, 1.0);
-                    multiply(&[product], None, into(&mut dh[..n * c], tile.0 > 0), ws);
+                    multiply(
+                        self.math,
+                        &[product],
+                        None,
+                        into(&mut dh[..n * c], tile.0 > 0),
+                        ws,
+                    );
                 }
                 if let Some(d_weight) = d_weight {
                     let out = &mut d_weight[tile.0 * c..][..tile.1 * c];
                     let a = grad.transposed();
                     let out = into(out, number > 0);
-                    multiply(&[Product::new(a, h, 1.0)], None, out, ws);
+                    multiply(self.math, &[Product::new(a, h, 1.0)], None, out, ws);
                 }
             }
             if let Some(d_hidden) = d_hidden {

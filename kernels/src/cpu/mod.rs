@@ -34,13 +34,50 @@ use crate::{DType, Shape, Tensor, TensorMut};
 #[derive(Clone, Debug)]
 pub struct CpuBackend {
     pool: Pool,
+    math: CpuMath,
+}
+
+/// Order in which products of two bf16 matrices are summed on CPUs. It decides the bits of results.
+///
+/// Every processor computes both. All other products, those of f16 and f32 matrices and of mixed types, have the order
+/// of [`CpuMath::Portable`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum CpuMath {
+    /// One chain of fused multiply-adds in f32 over up to 256 elements of `k`.
+    #[default]
+    Portable,
+    /// The order of the tiles of AMX (Intel, since Sapphire Rapids): for each 32 elements of `k` a chain over the even
+    /// and one over the odd ones. Other processors compute it in f32 arithmetic, with equal bits and more time than
+    /// [`CpuMath::Portable`] takes.
+    Amx,
+}
+
+impl CpuMath {
+    /// The order that this processor computes fastest. AMX counts if the system allows it and if its products of a few
+    /// tiles have the bits of the definition.
+    #[must_use]
+    pub fn native() -> Self {
+        match gemm::has_amx() {
+            true => Self::Amx,
+            false => Self::Portable,
+        }
+    }
 }
 
 impl CpuBackend {
     /// CPU device whose tensors come from `pool`.
     #[must_use]
     pub fn new(pool: Pool) -> Self {
-        Self { pool }
+        Self {
+            pool,
+            math: CpuMath::Portable,
+        }
+    }
+
+    /// The device with this order of sums.
+    #[must_use]
+    pub fn with_math(self, math: CpuMath) -> Self {
+        Self { math, ..self }
     }
 
     /// CPU device with its own pool, which has no memory limit.

@@ -11,7 +11,7 @@ use crate::cpu::gemm::multiply_here;
 use crate::cpu::matrix::{Floats, Matrix, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
-use crate::cpu::{CpuBackend, Space, floats, math, reduce};
+use crate::cpu::{CpuBackend, CpuMath, Space, floats, math, reduce};
 use crate::error::Result;
 use crate::{Float, Tensor};
 
@@ -46,6 +46,7 @@ impl CpuBackend {
         let parallel = flops(args, s) >= MIN_PARALLEL_FLOPS;
         floats!(dtype, T => {
             let run = Run {
+                math: self.math,
                 args,
                 sizes: s,
                 out: saved.out.as_slice::<T>(),
@@ -69,6 +70,7 @@ impl CpuBackend {
 }
 
 struct Run<'a, T> {
+    math: CpuMath,
     args: &'a AttentionArgs<'a>,
     sizes: AttentionSizes,
     out: &'a [T],
@@ -174,6 +176,7 @@ impl<T: Float> Run<'_, T> {
             let p = &mut scratch.p[..rows * keys];
             let dp = &mut scratch.dp[..rows * keys];
             multiply_here(
+                self.math,
                 q,
                 k.transposed(),
                 args.scale,
@@ -181,14 +184,31 @@ impl<T: Float> Run<'_, T> {
                 p,
                 &mut *scratch.packed,
             );
-            multiply_here(dout, v.transposed(), 1.0, false, dp, &mut *scratch.packed);
+            multiply_here(
+                self.math,
+                dout,
+                v.transposed(),
+                1.0,
+                false,
+                dp,
+                &mut *scratch.packed,
+            );
             softmax_backward(tile, &lse, &delta, p, dp);
             let [p, ds] = [&*p, &*dp].map(|x| Matrix::new(Floats::F32(x), rows, keys));
             let part = key * d..(key + keys) * d;
             let dv = &mut scratch.dv[part.clone()];
-            multiply_here(p.transposed(), dout, 1.0, true, dv, &mut *scratch.packed);
+            multiply_here(
+                self.math,
+                p.transposed(),
+                dout,
+                1.0,
+                true,
+                dv,
+                &mut *scratch.packed,
+            );
             let dk = &mut scratch.dk[part];
             multiply_here(
+                self.math,
                 ds.transposed(),
                 q,
                 args.scale,
@@ -196,7 +216,7 @@ impl<T: Float> Run<'_, T> {
                 dk,
                 &mut *scratch.packed,
             );
-            multiply_here(ds, k, args.scale, true, dq, &mut *scratch.packed);
+            multiply_here(self.math, ds, k, args.scale, true, dq, &mut *scratch.packed);
         }
         for i in 0..rows {
             // SAFETY: this task alone writes these rows of the query heads that share its key/value head.

@@ -8,7 +8,7 @@ use crate::cpu::gemm::multiply_here;
 use crate::cpu::matrix::{Floats, Matrix, narrow};
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared, run_tasks};
 use crate::cpu::simd::multiversion;
-use crate::cpu::{CpuBackend, Space, floats, math, reduce};
+use crate::cpu::{CpuBackend, CpuMath, Space, floats, math, reduce};
 use crate::error::Result;
 use crate::{DType, Float};
 
@@ -47,6 +47,7 @@ impl CpuBackend {
         let parallel = flops(args, s) >= MIN_PARALLEL_FLOPS;
         floats!(args.q.dtype(), T => {
             let run = Run {
+                math: self.math,
                 args,
                 sizes: s,
                 out: Shared::new(out.as_mut_slice::<T>()),
@@ -65,6 +66,7 @@ impl CpuBackend {
 }
 
 struct Run<'a, T> {
+    math: CpuMath,
     args: &'a AttentionArgs<'a>,
     sizes: AttentionSizes,
     out: Shared<'a, T>,
@@ -110,11 +112,11 @@ impl<T: Float> Run<'_, T> {
             };
             let scores = &mut scores[..rows * keys];
             let kt = k.rows(sequence.k_start + key, keys).transposed();
-            multiply_here(q, kt, args.scale, false, scores, packed);
+            multiply_here(self.math, q, kt, args.scale, false, scores, packed);
             softmax_tile(tile, scores, maxima, totals, sums);
             let v = v.rows(sequence.k_start + key, keys);
             let p = Matrix::new(Floats::F32(scores), rows, keys);
-            multiply_here(p, v, 1.0, true, sums, packed);
+            multiply_here(self.math, p, v, 1.0, true, sums, packed);
         }
         for i in 0..rows {
             let row = (sequence.q_start + first + i) * h + head;

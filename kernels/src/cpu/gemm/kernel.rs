@@ -1,7 +1,8 @@
 //! Common part of the kernels of all instruction sets.
 
 use super::super::simd::Level;
-use super::Product;
+use super::tiles::{self, Tiles};
+use super::{CpuMath, Method, Product};
 use crate::DType;
 
 /// Multiple of the panel height (rows of `a`) of every instruction set.
@@ -53,6 +54,16 @@ impl TileIo {
         }
     }
 
+    /// The part of the tile from this row and column on, which may be its end.
+    #[inline(always)]
+    pub(super) fn at(self, row: usize, col: usize) -> Self {
+        Self {
+            from: self.from.wrapping_add(row * self.from_stride + col),
+            to: self.to.wrapping_add(row * self.to_stride + col),
+            ..self
+        }
+    }
+
     /// Tile with the same columns, `rows` rows further down in source and destination.
     ///
     /// # Safety
@@ -74,17 +85,52 @@ impl TileIo {
 pub(super) enum Form {
     /// One f32 for each `k`.
     Single,
+    /// One f32 for each `k`, which are added in the order of [`CpuMath::Amx`].
+    Grouped,
     /// Two bf16 in 32 bits, those of two consecutive `k`. The first is in the upper half, because `vdpbf16ps` adds the
     /// product of the upper halves first.
     Pair,
+    /// Tiles of AMX: see [`tiles`].
+    Tiles,
+}
+
+/// Operand of a product.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Side {
+    /// `a`, whose lanes are rows.
+    Left,
+    /// `b`, whose lanes are columns.
+    Right,
 }
 
 impl Form {
     /// Elements of 32 bits that one lane of a panel of this depth has.
     pub(super) fn steps(self, depth: usize) -> usize {
         match self {
-            Self::Single => depth,
+            Self::Single | Self::Grouped => depth,
             Self::Pair => depth.div_ceil(2),
+            Self::Tiles => depth.div_ceil(tiles::GROUP) * tiles::PAIRS,
+        }
+    }
+
+    /// Elements of a lane in front of the stretch that begins at `first`, if stretches have this length.
+    pub(super) fn before(self, first: usize, stretch: usize) -> usize {
+        first.checked_div(stretch).unwrap_or(0) * self.steps(stretch)
+    }
+
+    /// Multiple of rows that parts of the left operand have.
+    pub(super) fn row_step(self) -> usize {
+        match self {
+            Self::Tiles => 2 * ROW_STEP,
+            _ => ROW_STEP,
+        }
+    }
+
+    /// Lanes of a packed left operand of `rows` rows: whole panels.
+    pub(super) fn lanes(self, rows: usize) -> usize {
+        match self {
+            Self::Tiles => rows.next_multiple_of(tiles::SIDE),
+            _ => rows.next_multiple_of(ROW_STEP),
         }
     }
 }
@@ -94,7 +140,7 @@ impl Form {
 ///
 /// It decides between two kernels. `vdpbf16ps` takes subnormal operands as zero and rounds subnormal results to zero.
 /// Otherwise it is two fused multiply-adds in a row, which is the definition of a product here. So its bits are right
-/// where no subnormal number can arise.
+/// where no subnormal number can arise. The same holds for AMX and its definition.
 pub(super) type Least = u16;
 
 /// [`Least`] of an operand that has only zeros.
@@ -113,7 +159,7 @@ fn all_normal(a: Least, b: Least) -> bool {
 
 /// Kernel function `to = from + factor * a @ b` of one tile. Arguments: rows and columns (at most those of a panel),
 /// steps, panel of `a`, panel of `b`, factor, place.
-type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, TileIo);
+pub(super) type Tile = unsafe fn(usize, usize, usize, *const f32, *const f32, f32, TileIo);
 
 /// Matrix-product kernel for one CPU instruction set, with the size of its tile.
 #[derive(Clone, Copy)]
@@ -124,8 +170,13 @@ pub(super) struct Kernel {
     /// Columns per tile, and per panel of `b`.
     pub(super) cols: usize,
     tile: Tile,
+    /// [`Form::Grouped`].
+    grouped: Tile,
     /// Functions for operands of pairs: with dot products, and with f32 arithmetic.
     pairs: Option<[Tile; 2]>,
+    /// Functions for tiles: with AMX, and with f32 arithmetic.
+    tiles: Option<[Tile; 2]>,
+    math: CpuMath,
 }
 
 /// Packed panels of both operands of one product.
@@ -136,20 +187,24 @@ pub(super) struct Panels {
     pub(super) depth: usize,
     pub(super) a: *const f32,
     pub(super) b: *const f32,
-    /// Bounds of both operands. Only pairs use them.
+    /// Bounds of both operands. Only pairs and tiles use them.
     pub(super) least: [Least; 2],
     pub(super) factor: f32,
 }
 
 impl Kernel {
-    pub(super) fn of(level: Level) -> Self {
+    pub(super) fn of(method: Method) -> Self {
+        let Method { level, math, .. } = method;
         match level {
             Level::Portable => Self {
                 level,
                 rows: super::portable::ROWS,
                 cols: super::portable::COLS,
                 tile: super::portable::tile,
+                grouped: tiles::grouped,
                 pairs: None,
+                tiles: None,
+                math,
             },
             #[cfg(target_arch = "x86_64")]
             Level::V3 => Self {
@@ -157,7 +212,10 @@ impl Kernel {
                 rows: super::x86::avx2::ROWS,
                 cols: super::x86::avx2::COLS,
                 tile: super::x86::avx2::tile,
+                grouped: tiles::grouped_v3,
                 pairs: None,
+                tiles: None,
+                math,
             },
             #[cfg(target_arch = "x86_64")]
             Level::V4 | Level::V4Bf16 => Self {
@@ -165,20 +223,40 @@ impl Kernel {
                 rows: super::x86::avx512::ROWS,
                 cols: super::x86::avx512::COLS,
                 tile: super::x86::avx512::tile::<super::x86::avx512::Single>,
+                grouped: tiles::grouped_v4,
                 pairs: (level == Level::V4Bf16).then_some([
                     super::x86::avx512::tile::<super::x86::avx512::Dot>,
                     super::x86::avx512::tile::<super::x86::avx512::Widened>,
                 ]),
+                tiles: match method.tiles {
+                    Tiles::None => None,
+                    Tiles::Software => Some([tiles::tile; 2]),
+                    Tiles::Amx => Some([super::x86::amx::tile, tiles::tile]),
+                },
+                math,
             },
         }
     }
 
     /// Form in which the operands of a product are packed.
     pub(super) fn form(&self, p: &Product<'_>) -> Form {
-        let both = [p.a.data().dtype(), p.b.data().dtype()];
-        match self.pairs {
-            Some(_) if both == [DType::BF16; 2] => Form::Pair,
-            _ => Form::Single,
+        if [p.a.data().dtype(), p.b.data().dtype()] != [DType::BF16; 2] {
+            return Form::Single;
+        }
+        match self.math {
+            CpuMath::Portable if self.pairs.is_some() => Form::Pair,
+            CpuMath::Portable => Form::Single,
+            CpuMath::Amx if self.tiles.is_some() && p.a.cols >= tiles::LEAST_DEPTH => Form::Tiles,
+            CpuMath::Amx => Form::Grouped,
+        }
+    }
+
+    /// Lanes per panel of an operand.
+    pub(super) fn width(&self, form: Form, side: Side) -> usize {
+        match (form, side) {
+            (Form::Tiles, _) => tiles::SIDE,
+            (_, Side::Left) => self.rows,
+            (_, Side::Right) => self.cols,
         }
     }
 
@@ -195,19 +273,16 @@ impl Kernel {
         place: TileIo,
     ) {
         let steps = panels.form.steps(panels.depth);
-        let tile = match (panels.form, self.pairs) {
-            (Form::Pair, Some([dot, widened])) => {
-                if all_normal(panels.least[0], panels.least[1]) {
-                    dot
-                } else {
-                    widened
-                }
-            }
-            _ => self.tile,
+        let exact = || usize::from(!all_normal(panels.least[0], panels.least[1]));
+        let (tile, step) = match (panels.form, self.pairs, self.tiles) {
+            (Form::Pair, Some(pairs), _) => (pairs[exact()], self.rows),
+            (Form::Tiles, _, Some(tiles)) => (tiles[exact()], tiles::ROWS),
+            (Form::Grouped, ..) => (self.grouped, self.rows),
+            _ => (self.tile, self.rows),
         };
-        for row in (0..rows).step_by(self.rows) {
-            let height = self.rows.min(rows - row);
-            // SAFETY: the caller's promises; a panel of `a` has `self.rows * steps` elements.
+        for row in (0..rows).step_by(step) {
+            let height = step.min(rows - row);
+            // SAFETY: the caller's promises; `step` lanes of `a` have `step * steps` elements.
             unsafe {
                 let (a, place) = (panels.a.add(row * steps), place.down(row));
                 tile(height, cols, steps, a, panels.b, panels.factor, place);

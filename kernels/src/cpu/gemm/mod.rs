@@ -6,6 +6,9 @@
 //! whole. So the bits of an element do not depend on the output's size, its position in the
 //! output, the number of threads, or the instruction set.
 //!
+//! With [`CpuMath::Amx`] the chains of products of two bf16 matrices are the sums that the tiles of AMX compute, on every
+//! processor: those without AMX compute them in f32 arithmetic.
+//!
 //! Operands are first copied into *panels* and converted to f32; [`pack`] describes the layout. If both are bf16 and the
 //! processor has fast dot products of bf16, they stay bf16. Products of many rows
 //! ([`shared`]) pack parts of both operands for all threads. Products of few rows ([`streamed`]) pack a few columns
@@ -19,14 +22,17 @@ mod shared;
 mod streamed;
 #[cfg(test)]
 mod tests;
+mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use super::CpuMath;
 use super::matrix::Matrix;
 use super::simd::{Level, level};
 use crate::{DType, Float};
 use half::{bf16, f16};
 use kernel::Start;
+use tiles::Tiles;
 
 /// Longest stretch of `k` in one chain. A panel of this depth fits in the L1 cache.
 const STRETCH: usize = 256;
@@ -34,6 +40,33 @@ const STRETCH: usize = 256;
 const STRETCH_STEP: usize = 16;
 /// Up to this many rows, `b` is packed by the thread that uses it.
 const FEW_ROWS: usize = 24;
+
+/// How products are computed. Only `math` decides about bits.
+#[derive(Clone, Copy, Debug)]
+struct Method {
+    level: Level,
+    math: CpuMath,
+    tiles: Tiles,
+}
+
+impl Method {
+    /// The fastest one on this processor.
+    fn of(math: CpuMath) -> Self {
+        Self {
+            level: level(),
+            math,
+            tiles: match math {
+                CpuMath::Portable => Tiles::None,
+                CpuMath::Amx => tiles::fastest(),
+            },
+        }
+    }
+}
+
+/// Whether this processor multiplies tiles of bf16 with AMX, as [`CpuMath::Amx`] defines it.
+pub(crate) fn has_amx() -> bool {
+    tiles::fastest() == Tiles::Amx
+}
 
 /// One term `factor * a @ b` of a sum of matrix products.
 #[derive(Clone, Copy)]
@@ -124,16 +157,17 @@ pub(crate) fn workspace(
 
 /// `out = (out +) bias + sum of products`, rounded once at the end.
 pub(crate) fn multiply(
+    math: CpuMath,
     products: &[Product<'_>],
     bias: Option<&[f32]>,
     out: Out<'_>,
     space: &mut [f32],
 ) {
-    multiply_at(level(), products, bias, out, space);
+    multiply_by(Method::of(math), products, bias, out, space);
 }
 
-fn multiply_at(
-    level: Level,
+fn multiply_by(
+    method: Method,
     products: &[Product<'_>],
     bias: Option<&[f32]>,
     out: Out<'_>,
@@ -144,10 +178,10 @@ fn multiply_at(
             if let (true, Some(bias)) = (accumulate, bias) {
                 add_bias(data, bias);
             }
-            run(level, products, bias, data, accumulate, space);
+            run(method, products, bias, data, accumulate, space);
         }
-        Out::BF16(data) => run(level, products, bias, data, false, space),
-        Out::F16(data) => run(level, products, bias, data, false, space),
+        Out::BF16(data) => run(method, products, bias, data, false, space),
+        Out::F16(data) => run(method, products, bias, data, false, space),
     }
 }
 
@@ -158,7 +192,7 @@ fn add_bias(out: &mut [f32], bias: &[f32]) {
 }
 
 fn run<T: Float>(
-    level: Level,
+    method: Method,
     products: &[Product<'_>],
     bias: Option<&[f32]>,
     out: &mut [T],
@@ -186,14 +220,15 @@ fn run<T: Float>(
         None => Start::Zero,
     };
     if m <= FEW_ROWS {
-        streamed::run(level, products, start, out, space);
+        streamed::run(method, products, start, out, space);
     } else {
-        shared::run(level, products, start, out, space);
+        shared::run(method, products, start, out, space);
     }
 }
 
 /// `dst = (dst +) factor * a @ b` for contiguous rows, on the calling thread. `space` has [`here_space`] elements.
 pub(crate) fn multiply_here(
+    math: CpuMath,
     a: Matrix<'_>,
     b: Matrix<'_>,
     factor: f32,
@@ -212,7 +247,7 @@ pub(crate) fn multiply_here(
     }
     let product = Product::new(a, b, factor);
     let start = if accumulate { Start::Out } else { Start::Zero };
-    streamed::here(level(), &product, start, dst, space);
+    streamed::here(Method::of(math), &product, start, dst, space);
 }
 
 /// Number of f32 elements of workspace that [`multiply_here`] needs for `m` rows and depth `k`.

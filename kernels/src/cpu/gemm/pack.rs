@@ -2,9 +2,9 @@
 //!
 //! An operand is `lanes × depth`: rows of `a` or columns of `b`, by `k`. Its lanes are cut into panels as wide as a
 //! tile. A panel stores its lanes side by side for each `k`. Missing lanes are zeros. 16-bit elements are converted
-//! to f32, or stay bf16 in pairs ([`Form`]).
+//! to f32, or stay bf16 in pairs or tiles ([`Form`]).
 
-use super::kernel::{Form, Least, NO_LEAST};
+use super::kernel::{Form, Least, NO_LEAST, Side};
 use crate::Float;
 use crate::cpu::matrix::{Floats, Matrix};
 use crate::cpu::simd::{Level, multiversion, prefetch};
@@ -20,10 +20,11 @@ const AHEAD_ROWS: usize = 8;
 const LINE: usize = 64;
 
 /// Packs `x [lanes, depth]` into panels of `width` lanes, at the front of `out`. Returns the bound of a packed operand
-/// of pairs.
+/// of pairs or tiles.
 pub(super) fn pack(
     level: Level,
     form: Form,
+    side: Side,
     width: usize,
     x: Matrix<'_>,
     out: &mut [f32],
@@ -37,10 +38,14 @@ pub(super) fn pack(
         (Form::Pair, Floats::BF16(data)) => {
             return super::x86::pairs::pack(width, data, x, bytemuck::cast_slice_mut(out));
         }
-        (Form::Pair, _) => unreachable!("only bf16 is packed in pairs"),
-        (Form::Single, Floats::F32(data)) => pack_of(level, width, data, x, out),
-        (Form::Single, Floats::BF16(data)) => pack_of(level, width, data, x, out),
-        (Form::Single, Floats::F16(data)) => pack_of(level, width, data, x, out),
+        #[cfg(target_arch = "x86_64")]
+        (Form::Tiles, Floats::BF16(data)) => {
+            return super::x86::amx::pack(side, data, x, out);
+        }
+        (Form::Pair | Form::Tiles, _) => unreachable!("only bf16 is packed in pairs, {side:?}"),
+        (Form::Single | Form::Grouped, Floats::F32(data)) => pack_of(level, width, data, x, out),
+        (Form::Single | Form::Grouped, Floats::BF16(data)) => pack_of(level, width, data, x, out),
+        (Form::Single | Form::Grouped, Floats::F16(data)) => pack_of(level, width, data, x, out),
     }
     NO_LEAST
 }

@@ -3,12 +3,13 @@
 //! The output is cut into parts and `k` into runs of stretches, so a packed part of each operand has bounded size.
 //! Each run has two phases: packing, and multiplication of blocks of the output whose operands fit in the L2 cache.
 
-use super::kernel::{COL_STEP, Kernel, Least, NO_LEAST, Panels, ROW_STEP, Start, TileIo};
+use super::kernel::{
+    COL_STEP, Form, Kernel, Least, NO_LEAST, Panels, ROW_STEP, Side, Start, TileIo,
+};
 use super::pack::pack;
-use super::{Depth, Product, even, whole_lines};
+use super::{Depth, Method, Product, even, whole_lines};
 use crate::cpu::matrix::narrow;
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
-use crate::cpu::simd::Level;
 use crate::{DType, Float};
 use std::sync::atomic::{AtomicU16, Ordering};
 
@@ -109,15 +110,16 @@ struct Run {
 }
 
 /// Rows and columns of the blocks of a part.
-fn block(rows: usize, cols: usize, depth: usize) -> (usize, usize) {
-    let (mut height, mut width) = (even(rows, BLOCK.0, ROW_STEP), even(cols, BLOCK.1, COL_STEP));
+fn block(form: Form, rows: usize, cols: usize, depth: usize) -> (usize, usize) {
+    let step = form.row_step();
+    let (mut height, mut width) = (even(rows, BLOCK.0, step), even(cols, BLOCK.1, COL_STEP));
     let enough = BLOCKS_PER_THREAD * parallel::workers();
     while rows.div_ceil(height) * cols.div_ceil(width) < enough
         && 2 * height * width * depth > 2 * BLOCK_FLOPS
     {
         let before = (height, width);
         if height > width {
-            height = even(height, height.div_ceil(2), ROW_STEP);
+            height = even(height, height.div_ceil(2), step);
         } else {
             width = even(width, width.div_ceil(2), COL_STEP);
         }
@@ -129,7 +131,7 @@ fn block(rows: usize, cols: usize, depth: usize) -> (usize, usize) {
 }
 
 /// All runs, in an order that rarely packs `b` again.
-fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
+fn runs(cuts: &Cuts, kernel: &Kernel, products: &[Product<'_>], out: DType) -> Vec<Run> {
     let (m, n) = (products[0].a.rows, products[0].b.cols);
     let sums = products.len() - 1;
     let depths = || {
@@ -157,7 +159,7 @@ fn runs(cuts: &Cuts, products: &[Product<'_>], out: DType) -> Vec<Run> {
             packed_by,
             first: summand == 0 && k.first == 0,
             last: summand == sums && ends,
-            block: block(rows.len, cols.len, k.len),
+            block: block(kernel.form(&products[summand]), rows.len, cols.len, k.len),
         });
     };
     for cols in ranges(n, cuts.cols) {
@@ -190,7 +192,7 @@ struct GemmJob<'a, T> {
 }
 
 pub(super) fn run<T: Float>(
-    level: Level,
+    method: Method,
     products: &[Product<'_>],
     start: Start<'_>,
     out: &mut [T],
@@ -201,10 +203,11 @@ pub(super) fn run<T: Float>(
     let cuts = Cuts::new(m, n, &depths, T::DTYPE);
     let (left, rest) = space.split_at_mut(cuts.left);
     let (right, rest) = rest.split_at_mut(cuts.right);
-    let runs = runs(&cuts, products, T::DTYPE);
+    let kernel = Kernel::of(method);
+    let runs = runs(&cuts, &kernel, products, T::DTYPE);
     let bounds = || [NO_LEAST, NO_LEAST].map(AtomicU16::new);
     let job = GemmJob {
-        kernel: Kernel::of(level),
+        kernel,
         products,
         start,
         n,
@@ -236,7 +239,7 @@ pub(super) fn run<T: Float>(
 
 /// Packing task: one stretch of some lanes of an operand.
 struct Packing {
-    left: bool,
+    side: Side,
     /// Range of `k`, relative to the run.
     stretch: Range,
     /// Range of lanes, relative to the part.
@@ -251,24 +254,30 @@ impl<T: Float> GemmJob<'_, T> {
 
     /// Packing tasks of run `number`.
     fn packs(&self, number: usize, run: &Run) -> impl Iterator<Item = Packing> {
-        let side = |left: bool, wanted: bool, lanes: usize, step: usize| {
+        let form = self.kernel.form(&self.products[run.summand]);
+        let all = |side: Side, wanted: bool, lanes: usize, step: usize| {
             let stretches = self.stretches(run).filter(move |_| wanted);
             stretches.flat_map(move |stretch| {
                 let most = (PACK / stretch.len.max(1) / step * step).max(step);
                 ranges(lanes, most).map(move |lanes| Packing {
-                    left,
+                    side,
                     stretch,
                     lanes,
                 })
             })
         };
         let [left, right] = run.packed_by.map(|by| by == number);
-        side(true, left, run.rows.len, ROW_STEP).chain(side(false, right, run.cols.len, COL_STEP))
+        all(Side::Left, left, run.rows.len, form.row_step()).chain(all(
+            Side::Right,
+            right,
+            run.cols.len,
+            COL_STEP,
+        ))
     }
 
     fn pack(&self, number: usize, run: &Run, task: usize) {
         let Some(Packing {
-            left,
+            side,
             stretch,
             lanes,
         }) = self.packs(number, run).nth(task)
@@ -277,29 +286,29 @@ impl<T: Float> GemmJob<'_, T> {
         };
         let p = &self.products[run.summand];
         let k = run.k.first + stretch.first;
-        let (x, width, step, all, packed) = if left {
-            let a =
-                p.a.part(run.rows.first + lanes.first, k, lanes.len, stretch.len);
-            (a, self.kernel.rows, ROW_STEP, run.rows.len, &self.left)
-        } else {
-            let b =
-                p.b.part(k, run.cols.first + lanes.first, stretch.len, lanes.len);
-            (
-                b.transposed(),
-                self.kernel.cols,
-                COL_STEP,
-                run.cols.len,
-                &self.right,
-            )
-        };
         let form = self.kernel.form(p);
-        let (before, steps) = (form.steps(stretch.first), form.steps(stretch.len));
-        let at = before * all.next_multiple_of(step) + lanes.first * steps;
+        let (x, all, packed) = match side {
+            Side::Left => {
+                let a =
+                    p.a.part(run.rows.first + lanes.first, k, lanes.len, stretch.len);
+                (a, form.lanes(run.rows.len), &self.left)
+            }
+            Side::Right => {
+                let b =
+                    p.b.part(k, run.cols.first + lanes.first, stretch.len, lanes.len);
+                let all = run.cols.len.next_multiple_of(COL_STEP);
+                (b.transposed(), all, &self.right)
+            }
+        };
+        let width = self.kernel.width(form, side);
+        let before = form.before(stretch.first, p.depth().stretch());
+        let steps = form.steps(stretch.len);
+        let at = before * all + lanes.first * steps;
         let len = lanes.len.next_multiple_of(width) * steps;
         // SAFETY: tasks pack disjoint parts, and nothing reads them before the phase ends.
         let out = unsafe { packed.part(at, len) };
-        let least = pack(self.kernel.level, form, width, x, out);
-        self.least[number][usize::from(!left)].fetch_min(least, Ordering::Relaxed);
+        let least = pack(self.kernel.level, form, side, width, x, out);
+        self.least[number][usize::from(side == Side::Right)].fetch_min(least, Ordering::Relaxed);
     }
 
     /// Bounds of both packed parts of a run.
@@ -324,14 +333,15 @@ impl<T: Float> GemmJob<'_, T> {
         } else {
             (self.sums.at(row * run.cols.len + col), run.cols.len)
         };
-        let (all_rows, all_cols) = (
-            run.rows.len.next_multiple_of(ROW_STEP),
-            run.cols.len.next_multiple_of(COL_STEP),
-        );
         let p = &self.products[run.summand];
         let (form, least) = (self.kernel.form(p), self.least(run));
+        let (all_rows, all_cols) = (
+            form.lanes(run.rows.len),
+            run.cols.len.next_multiple_of(COL_STEP),
+        );
         for (i, stretch) in self.stretches(run).enumerate() {
-            let (before, steps) = (form.steps(stretch.first), form.steps(stretch.len));
+            let before = form.before(stretch.first, p.depth().stretch());
+            let steps = form.steps(stretch.len);
             let a = self.left.at(before * all_rows + row * steps);
             let b = self.right.at(before * all_cols + col * steps);
             for j in (0..cols).step_by(self.kernel.cols) {

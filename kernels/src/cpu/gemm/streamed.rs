@@ -2,12 +2,13 @@
 //!
 //! One row reads the columns of a weight [`in_place`]: packing them would take longer than the products.
 
-use super::kernel::{COL_STEP, Form, Kernel, Least, NO_LEAST, Panels, ROW_STEP, Start, TileIo};
+use super::kernel::{
+    COL_STEP, Form, Kernel, Least, NO_LEAST, Panels, ROW_STEP, Side, Start, TileIo,
+};
 use super::pack::pack;
-use super::{Depth, Product, STRETCH, stretches, whole_lines};
+use super::{Depth, Method, Product, STRETCH, stretches, whole_lines};
 use crate::cpu::matrix::narrow;
 use crate::cpu::parallel::{self, MIN_PARALLEL_FLOPS, Shared};
-use crate::cpu::simd::Level;
 use crate::{DType, Float};
 
 /// Number of floating-point operations that one task should have at least.
@@ -51,19 +52,28 @@ fn left_space(m: usize, depth: usize) -> usize {
 const MIN_PARALLEL_BYTES: usize = 2 << 20;
 
 /// Whether one row is multiplied with columns that stay where they are.
-fn in_place(level: Level, p: &Product<'_>) -> bool {
+fn in_place(kernel: &Kernel, p: &Product<'_>) -> bool {
     let one_row = p.a.rows == 1 && p.a.strides().1 == 1;
     #[cfg(target_arch = "x86_64")]
-    let reads = super::x86::row::reads(level, p.b.data().dtype());
+    let reads = super::x86::row::reads(kernel.level, p.b.data().dtype(), grouped(kernel, p));
     #[cfg(not(target_arch = "x86_64"))]
-    let reads = level > Level::Portable && p.b.data().dtype() != DType::F16;
+    let reads = {
+        let _ = kernel;
+        false
+    };
     reads && one_row && p.b.strides().0 == 1
+}
+
+/// Whether the product is summed in the order of AMX.
+#[cfg(target_arch = "x86_64")]
+fn grouped(kernel: &Kernel, p: &Product<'_>) -> bool {
+    matches!(kernel.form(p), Form::Grouped | Form::Tiles)
 }
 
 /// Operands `a` of all products, packed one after the other.
 struct Left<'s> {
     packed: &'s [f32],
-    /// Bound of each operand of pairs, in order.
+    /// Bound of each operand of pairs or tiles, in order.
     least: Vec<Least>,
 }
 
@@ -72,19 +82,21 @@ fn pack_left<'s>(kernel: &Kernel, products: &[Product<'_>], space: &'s mut [f32]
     let (mut out, mut least) = (&mut *space, Vec::new());
     for p in products {
         let height = p.a.rows.next_multiple_of(ROW_STEP);
-        if in_place(kernel.level, p) {
+        if in_place(kernel, p) {
             p.a.data().widen(0, &mut out[..p.a.cols]);
             out = &mut out[height * p.a.cols..];
             continue;
         }
-        let form = kernel.form(p);
+        let (form, stretch) = (kernel.form(p), p.depth().stretch());
+        let (lanes, width) = (form.lanes(p.a.rows), kernel.width(form, Side::Left));
         let mut bound = NO_LEAST;
-        for (first, depth) in stretches(p.a.cols, p.depth().stretch()) {
+        for (first, depth) in stretches(p.a.cols, stretch) {
             let part = p.a.part(0, first, p.a.rows, depth);
-            let out = &mut out[form.steps(first) * height..];
-            bound = bound.min(pack(kernel.level, form, kernel.rows, part, out));
+            let out = &mut out[form.before(first, stretch) * lanes..];
+            let packed = pack(kernel.level, form, Side::Left, width, part, out);
+            bound = bound.min(packed);
         }
-        if form == Form::Pair {
+        if matches!(form, Form::Pair | Form::Tiles) {
             least.push(bound);
         }
         out = &mut out[height * p.a.cols..];
@@ -113,29 +125,34 @@ unsafe fn column(
         let (m, k) = (p.a.rows, p.a.cols);
         let height = m.next_multiple_of(ROW_STEP);
         #[cfg(target_arch = "x86_64")]
-        if in_place(kernel.level, p) {
+        if in_place(kernel, p) {
             let columns = p.b.part(0, col, k, cols).transposed();
             let place = TileIo::new(to, stride, start, first, col);
             let (a, stretch) = (&packed[..k], p.depth().stretch());
             // SAFETY: the processor has the instructions; the caller's promise.
-            unsafe { super::x86::row::row(kernel.level, columns, a, stretch, p.factor, place) };
+            unsafe {
+                let grouped = grouped(kernel, p);
+                super::x86::row::row(kernel.level, grouped, columns, a, stretch, p.factor, place);
+            }
             (first, packed) = (false, &packed[height * k..]);
             continue;
         }
         let form = kernel.form(p);
         let bound = match form {
-            Form::Single => NO_LEAST,
-            Form::Pair => bounds.next().copied().unwrap_or(0),
+            Form::Single | Form::Grouped => NO_LEAST,
+            Form::Pair | Form::Tiles => bounds.next().copied().unwrap_or(0),
         };
-        for (at, depth) in stretches(k, p.depth().stretch()) {
+        let (stretch, lanes) = (p.depth().stretch(), form.lanes(m));
+        for (at, depth) in stretches(k, stretch) {
             let part = p.b.part(at, col, depth, cols).transposed();
             let place = TileIo::new(to, stride, start, first, col);
             first = false;
-            let least = pack(kernel.level, form, kernel.cols, part, space);
+            let width = kernel.width(form, Side::Right);
+            let least = pack(kernel.level, form, Side::Right, width, part, space);
             let panels = Panels {
                 form,
                 depth,
-                a: packed[form.steps(at) * height..].as_ptr(),
+                a: packed[form.before(at, stretch) * lanes..].as_ptr(),
                 b: space.as_ptr(),
                 least: [bound, least],
                 factor: p.factor,
@@ -148,20 +165,20 @@ unsafe fn column(
 }
 
 pub(super) fn run<T: Float>(
-    level: Level,
+    method: Method,
     products: &[Product<'_>],
     start: Start<'_>,
     out: &mut [T],
     space: &mut [f32],
 ) {
-    let kernel = Kernel::of(level);
+    let kernel = Kernel::of(method);
     let (m, n) = (products[0].a.rows, products[0].b.cols);
     let depth: usize = products.iter().map(|p| p.a.cols).sum();
     let deepest = products.iter().map(|p| p.a.cols).max().unwrap_or(0);
     let (left, scratch) = space.split_at_mut(left_space(m, depth));
     let left = &pack_left(&kernel, products, left);
     let (wide, tasks) = tasks(m, n, depth);
-    let read = products.iter().filter(|p| in_place(level, p));
+    let read = products.iter().filter(|p| in_place(&kernel, p));
     let read: usize = read
         .map(|p| n * p.a.cols * p.b.data().dtype().size_bytes())
         .sum();
@@ -192,13 +209,13 @@ pub(super) fn run<T: Float>(
 
 /// Computes one product into an f32 output on the calling thread, without other threads. The sums begin with `start`.
 pub(super) fn here(
-    level: Level,
+    method: Method,
     product: &Product<'_>,
     start: Start<'_>,
     out: &mut [f32],
     space: &mut [f32],
 ) {
-    let kernel = Kernel::of(level);
+    let kernel = Kernel::of(method);
     let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
     let products = std::slice::from_ref(product);
     let (left, space) = space.split_at_mut(left_space(m, k));

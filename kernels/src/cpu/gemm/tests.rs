@@ -1,11 +1,12 @@
 //! Tests of every kernel's bits against the definition of a product, element by element.
 
+use super::tiles::{GROUP, Tiles};
 use super::{
-    Depth, Matrix, Out, Product, STRETCH, STRETCH_STEP, multiply_at, part_step, stretch, stretches,
-    workspace,
+    CpuMath, Depth, Matrix, Method, Out, Product, STRETCH, STRETCH_STEP, multiply_by, part_step,
+    stretch, stretches, workspace,
 };
 use crate::cpu::matrix::{Floats, narrow};
-use crate::cpu::simd::{Level, level, supported};
+use crate::cpu::simd::{Level, supported};
 use crate::{DType, Float};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -71,31 +72,53 @@ fn at(x: &Matrix<'_>, row: usize, col: usize) -> f32 {
 }
 
 /// One element of an f32 output, by definition.
-fn element(products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
+fn element(math: CpuMath, products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
     let mut sum = from;
     for p in products {
+        let chain = |first: usize, len: usize, step: usize| {
+            let all = (first..first + len).step_by(step);
+            all.fold(0.0f32, |chain, k| {
+                at(&p.a, row, k).mul_add(at(&p.b, k, col), chain)
+            })
+        };
+        let grouped =
+            math == CpuMath::Amx && [p.a.data().dtype(), p.b.data().dtype()] == [DType::BF16; 2];
         for (first, len) in stretches(p.a.cols, stretch(p.whole)) {
-            let mut chain = 0.0f32;
-            for k in first..first + len {
-                chain = at(&p.a, row, k).mul_add(at(&p.b, k, col), chain);
+            let mut stretch = 0.0f32;
+            if grouped {
+                for (at, len) in stretches(len, GROUP).filter(|group| group.1 > 0) {
+                    let odd = chain(first + at + 1, len - 1, 2);
+                    stretch += chain(first + at, len, 2) + odd;
+                }
+            } else {
+                stretch = chain(first, len, 1);
             }
-            sum = p.factor.mul_add(chain, sum);
+            sum = p.factor.mul_add(stretch, sum);
         }
     }
     sum
 }
 
-fn levels() -> Vec<Level> {
-    let mut all = vec![Level::Portable];
+/// All methods that this processor has, with these sums.
+fn methods(math: CpuMath) -> Vec<Method> {
+    let mut all = vec![(Level::Portable, Tiles::None)];
     #[cfg(target_arch = "x86_64")]
-    all.extend([Level::V3, Level::V4, Level::V4Bf16]);
-    all.retain(|l| *l <= supported());
-    all
+    all.extend([Level::V3, Level::V4, Level::V4Bf16].map(|level| (level, Tiles::None)));
+    #[cfg(target_arch = "x86_64")]
+    if math == CpuMath::Amx {
+        all.push((Level::V4, Tiles::Software));
+        all.extend(super::has_amx().then_some((Level::V4, Tiles::Amx)));
+    }
+    all.retain(|(level, _)| *level <= supported());
+    let method = |(level, tiles)| Method { level, math, tiles };
+    all.into_iter().map(method).collect()
 }
 
-/// Bits of a product computed at one level on a number of threads, in exactly the workspace it asks for.
+const MATHS: [CpuMath; 2] = [CpuMath::Portable, CpuMath::Amx];
+
+/// Bits of a product computed by one method on a number of threads, in exactly the workspace it asks for.
 fn bits<T: Float>(
-    (level, threads): (Level, usize),
+    (method, threads): (Method, usize),
     products: &[Product<'_>],
     bias: Option<&[f32]>,
     before: &[f32],
@@ -110,24 +133,36 @@ fn bits<T: Float>(
         match T::DTYPE {
             DType::BF16 => {
                 let out = Out::BF16(bytemuck::cast_slice_mut(&mut out));
-                multiply_at(level, products, bias, out, &mut space);
+                multiply_by(method, products, bias, out, &mut space);
             }
             DType::F16 => {
                 let out = Out::F16(bytemuck::cast_slice_mut(&mut out));
-                multiply_at(level, products, bias, out, &mut space);
+                multiply_by(method, products, bias, out, &mut space);
             }
             _ => {
                 let data = bytemuck::cast_slice_mut(&mut out);
                 let out = Out::F32 { data, accumulate };
-                multiply_at(level, products, bias, out, &mut space);
+                multiply_by(method, products, bias, out, &mut space);
             }
         }
         out.iter().map(|x| x.to_f32()).collect()
     })
 }
 
-/// Checks that all levels, on one and three threads, give the bits of the definition.
+/// Checks that all methods, on one and three threads, give the bits of the definition.
 fn check(products: &[Product<'_>], bias: Option<&[f32]>, out: DType, accumulate: bool) {
+    for math in MATHS {
+        check_sums(math, products, bias, out, accumulate);
+    }
+}
+
+fn check_sums(
+    math: CpuMath,
+    products: &[Product<'_>],
+    bias: Option<&[f32]>,
+    out: DType,
+    accumulate: bool,
+) {
     let (m, n) = (products[0].a.rows, products[0].b.cols);
     let accumulate = accumulate && out == DType::F32;
     let before: Vec<f32> = (0..m * n).map(|i| (i % 13) as f32 - 6.0).collect();
@@ -141,16 +176,16 @@ fn check(products: &[Product<'_>], bias: Option<&[f32]>, out: DType, accumulate:
         before + bias
     };
     let wide: Vec<f32> = (0..m * n)
-        .map(|i| element(products, from(i / n, i % n), i / n, i % n))
+        .map(|i| element(math, products, from(i / n, i % n), i / n, i % n))
         .collect();
     let want: Vec<f32> = match out {
         DType::BF16 => rounded::<bf16>(&wide),
         DType::F16 => rounded::<f16>(&wide),
         _ => wide,
     };
-    for level in levels() {
+    for method in methods(math) {
         for threads in [1, 3] {
-            let on = (level, threads);
+            let on = (method, threads);
             let got = match out {
                 DType::BF16 => bits::<bf16>(on, products, bias, &before, false),
                 DType::F16 => bits::<f16>(on, products, bias, &before, false),
@@ -160,7 +195,7 @@ fn check(products: &[Product<'_>], bias: Option<&[f32]>, out: DType, accumulate:
                 let (row, col) = (i / n, i % n);
                 assert!(
                     got == want,
-                    "{level:?}, {threads} threads: [{row}, {col}] of [{m}, {n}] is {got}, not {want}"
+                    "{method:?}, {threads} threads: [{row}, {col}] of [{m}, {n}] is {got}, not {want}"
                 );
             }
         }
@@ -262,7 +297,7 @@ fn the_least_sum_of_two_products_has_the_bits_of_the_definition() {
         } else {
             ((least + 127) as u32) << 23
         });
-        assert_eq!(element(&[product], 0.0, 0, 0), want);
+        assert_eq!(element(CpuMath::Portable, &[product], 0.0, 0, 0), want);
         check(&[product], None, DType::F32, false);
     }
 }
@@ -280,13 +315,15 @@ fn products_larger_than_one_packed_part_have_the_bits_of_the_definition() {
         );
         let product = Product::new(left, right, 0.5);
         let before = vec![0.0; m * n];
-        for level in levels().into_iter().filter(|l| *l > Level::Portable) {
-            let got = bits::<f32>((level, 2), &[product], None, &before, false);
-            let rounded = bits::<bf16>((level, 2), &[product], None, &before, false);
+        let all = MATHS.into_iter().flat_map(methods);
+        for method in all.filter(|method| method.level > Level::Portable) {
+            let got = bits::<f32>((method, 2), &[product], None, &before, false);
+            let rounded = bits::<bf16>((method, 2), &[product], None, &before, false);
             for i in (0..m * n).step_by(97).chain([m * n - 1]) {
-                let want = element(&[product], 0.0, i / n, i % n);
-                assert_eq!(got[i], want, "{level:?} [{}, {}]", i / n, i % n);
-                assert_eq!(rounded[i], bf16::from_f32(want).to_f32(), "{level:?} {i}");
+                let want = element(method.math, &[product], 0.0, i / n, i % n);
+                assert_eq!(got[i], want, "{method:?} [{}, {}]", i / n, i % n);
+                let want = bf16::from_f32(want).to_f32();
+                assert_eq!(rounded[i], want, "{method:?} {i}");
             }
         }
     }
@@ -330,27 +367,29 @@ fn parts_of_a_sum_have_the_bits_of_the_whole() {
     let mut seed = 11;
     for (m, n, k) in [(5, 70, 600), (50, 70, 600), (30, 20, 2500)] {
         let (left, right) = (Values::new(m * k, &mut seed), Values::new(k * n, &mut seed));
-        let (a, b) = (
-            left.matrix(DType::BF16, m, k, true),
-            right.matrix(DType::F32, k, n, false),
-        );
         let before = vec![0.0; m * n];
-        let want = bits::<f32>(
-            (level(), 2),
-            &[Product::new(a, b, 0.3)],
-            None,
-            &before,
-            false,
-        );
-        for tile in [1, 2, 3].map(|steps| steps * part_step(k)) {
-            let mut sum = before.clone();
-            for first in (0..k).step_by(tile) {
-                let len = tile.min(k - first);
-                let (a, b) = (a.part(0, first, m, len), b.part(first, 0, len, n));
-                let part = Product::new(a, b, 0.3).part_of(k);
-                sum = bits::<f32>((level(), 2), &[part], None, &sum, first > 0);
+        let all = MATHS.into_iter().flat_map(methods);
+        let all = all.flat_map(|method| [DType::F32, DType::BF16].map(|dtype| (method, dtype)));
+        for (method, dtype) in all {
+            let (a, b) = (
+                left.matrix(DType::BF16, m, k, true),
+                right.matrix(dtype, k, n, false),
+            );
+            let on = (method, 2);
+            let want = bits::<f32>(on, &[Product::new(a, b, 0.3)], None, &before, false);
+            for tile in [1, 2, 3].map(|steps| steps * part_step(k)) {
+                let mut sum = before.clone();
+                for first in (0..k).step_by(tile) {
+                    let len = tile.min(k - first);
+                    let (a, b) = (a.part(0, first, m, len), b.part(first, 0, len, n));
+                    let part = Product::new(a, b, 0.3).part_of(k);
+                    sum = bits::<f32>(on, &[part], None, &sum, first > 0);
+                }
+                assert!(
+                    sum == want,
+                    "{method:?}: [{m}, {k}, {n}] in tiles of {tile}"
+                );
             }
-            assert!(sum == want, "[{m}, {k}] @ [{k}, {n}] in tiles of {tile}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Kernels of x86-64.
 
+pub(super) mod amx;
 pub(super) mod avx2;
 pub(super) mod avx512;
 pub(super) mod pairs;

@@ -49,19 +49,19 @@ pub(in crate::cpu::gemm) fn pack(
 
 /// The smallest magnitude so far in each of 32 lanes, in the form of [`Least`].
 #[derive(Clone, Copy)]
-struct Bound(__m512i);
+pub(super) struct Bound(__m512i);
 
 impl Bound {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self(_mm512_set1_epi16(-1))
     }
 
     /// Takes 32 more elements into account. Zero minus one wraps around to the largest number.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn with(self, x: __m512i) -> Self {
+    pub(super) fn with(self, x: __m512i) -> Self {
         let magnitudes = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
         let less = _mm512_sub_epi16(magnitudes, _mm512_set1_epi16(1));
         Self(_mm512_min_epu16(self.0, less))
@@ -69,7 +69,7 @@ impl Bound {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn least(self) -> Least {
+    pub(super) fn least(self) -> Least {
         let mut all = [0u16; LONG];
         // SAFETY: the array is as long as the vector.
         unsafe { _mm512_storeu_si512(all.as_mut_ptr().cast(), self.0) };

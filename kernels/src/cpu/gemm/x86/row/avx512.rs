@@ -23,7 +23,7 @@ const LINE: usize = 64;
 
 /// # Safety
 /// As [`super::row`], on a processor with AVX-512 F, BW, DQ and VL. All columns have the length of `a`.
-pub(super) unsafe fn row_of<T: Float>(
+pub(super) unsafe fn row_of<T: Float, const GROUPED: bool>(
     b: &[T],
     stride: usize,
     n: usize,
@@ -33,7 +33,7 @@ pub(super) unsafe fn row_of<T: Float>(
     place: TileIo,
 ) {
     for first in (0..n).step_by(N) {
-        let columns = Columns {
+        let columns = Columns::<T, GROUPED> {
             start: b[first * stride..].as_ptr(),
             stride,
             wide: (n - first).min(N),
@@ -48,15 +48,15 @@ pub(super) unsafe fn row_of<T: Float>(
     }
 }
 
-/// Up to sixteen columns.
+/// Up to sixteen columns. `GROUPED`: of bf16, whose sums are those of [`crate::CpuMath::Amx`].
 #[derive(Clone, Copy)]
-struct Columns<T> {
+struct Columns<T, const GROUPED: bool> {
     start: *const T,
     stride: usize,
     wide: usize,
 }
 
-impl<T: Float> Columns<T> {
+impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
     /// Elements of a column in one square.
     const STEP: usize = if matches!(T::DTYPE, DType::BF16) {
         2 * N
@@ -136,7 +136,7 @@ impl<T: Float> Columns<T> {
                     for i in 0..N {
                         lines[i] = line::<T>(starts[i].add(k));
                     }
-                    sums[s] = chain::<T>(transposed(lines), a.add(k), Self::STEP, sums[s]);
+                    sums[s] = chain::<T, GROUPED>(transposed(lines), a.add(k), Self::STEP, sums[s]);
                 }
             }
         }
@@ -160,14 +160,14 @@ impl<T: Float> Columns<T> {
                 for i in 0..N {
                     lines[i] = line::<T>(starts[i].add(k));
                 }
-                sum = chain::<T>(transposed(lines), a.add(k), Self::STEP, sum);
+                sum = chain::<T, GROUPED>(transposed(lines), a.add(k), Self::STEP, sum);
                 k += Self::STEP;
             }
             if k < len {
                 for i in 0..N {
                     lines[i] = line_end::<T>(starts[i].add(k), len - k);
                 }
-                sum = chain::<T>(transposed(lines), a.add(k), len - k, sum);
+                sum = chain::<T, GROUPED>(transposed(lines), a.add(k), len - k, sum);
             }
         }
         sum
@@ -188,7 +188,12 @@ struct NextLines {
 impl NextLines {
     /// Runs of up to `elems` elements from `at` on, or from the start of the next columns where these end at `depth`.
     #[inline(always)]
-    fn new<T>(columns: Columns<T>, at: usize, depth: usize, elems: usize) -> Self {
+    fn new<T, const G: bool>(
+        columns: Columns<T, G>,
+        at: usize,
+        depth: usize,
+        elems: usize,
+    ) -> Self {
         let (column, left) = if at < depth {
             (columns.start.wrapping_add(at), depth - at)
         } else {
@@ -300,13 +305,15 @@ fn transposed(x: [__m512i; N]) -> [__m512i; N] {
 /// `a` points to `len` elements, at most as many as a square has.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn chain<T: Float>(
+unsafe fn chain<T: Float, const GROUPED: bool>(
     square: [__m512i; N],
     a: *const f32,
     len: usize,
     mut sum: __m512,
 ) -> __m512 {
     let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+    // A square is a group, so its two sums start at zero.
+    let (mut evens, mut odds) = (_mm512_setzero_ps(), _mm512_setzero_ps());
     for (i, words) in square.into_iter().enumerate() {
         // SAFETY: the caller's promise.
         unsafe {
@@ -320,14 +327,23 @@ unsafe fn chain<T: Float>(
             if 2 * i < len {
                 let left = _mm512_set1_ps(*a.add(2 * i));
                 let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
-                sum = _mm512_fmadd_ps(left, even, sum);
+                match GROUPED {
+                    true => evens = _mm512_fmadd_ps(left, even, evens),
+                    false => sum = _mm512_fmadd_ps(left, even, sum),
+                }
             }
             if 2 * i + 1 < len {
                 let left = _mm512_set1_ps(*a.add(2 * i + 1));
                 let odd = _mm512_castsi512_ps(_mm512_and_si512(words, high));
-                sum = _mm512_fmadd_ps(left, odd, sum);
+                match GROUPED {
+                    true => odds = _mm512_fmadd_ps(left, odd, odds),
+                    false => sum = _mm512_fmadd_ps(left, odd, sum),
+                }
             }
         }
     }
-    sum
+    match GROUPED {
+        true => _mm512_add_ps(sum, _mm512_add_ps(evens, odds)),
+        false => sum,
+    }
 }

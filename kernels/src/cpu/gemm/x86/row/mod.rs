@@ -31,9 +31,9 @@ const SQUARES: usize = 4;
 /// Prefetch distance along a column in bytes.
 const AHEAD_BYTES: usize = 512;
 
-/// Whether columns of this type are read in place.
-pub(in crate::cpu::gemm) fn reads(level: Level, dtype: DType) -> bool {
-    level >= Level::V4 || (level == Level::V3 && dtype != DType::F16)
+/// Whether columns of this type are read in place. `grouped`: their sums are those of [`crate::CpuMath::Amx`].
+pub(in crate::cpu::gemm) fn reads(level: Level, dtype: DType, grouped: bool) -> bool {
+    level >= Level::V4 || (level == Level::V3 && dtype != DType::F16 && !grouped)
 }
 
 /// `to = from + factor * chain + …` for one row `a`, and `columns [n, a.len()]` of a type that the level [`reads`], with a
@@ -44,6 +44,7 @@ pub(in crate::cpu::gemm) fn reads(level: Level, dtype: DType) -> bool {
 /// accesses those that are written.
 pub(in crate::cpu::gemm) unsafe fn row(
     level: Level,
+    grouped: bool,
     columns: Matrix<'_>,
     a: &[f32],
     stretch: usize,
@@ -56,6 +57,10 @@ pub(in crate::cpu::gemm) unsafe fn row(
     // SAFETY: the caller's promises.
     unsafe {
         match (columns.data(), level) {
+            (Floats::BF16(b), Level::V4 | Level::V4Bf16) if grouped => {
+                assert!(n == 0 || (n - 1) * stride + depth <= b.len());
+                avx512::row_of::<_, true>(b, stride, n, a, stretch, factor, place);
+            }
             (Floats::F32(b), _) => row_at(level, b, stride, n, a, stretch, factor, place),
             (Floats::BF16(b), _) => row_at(level, b, stride, n, a, stretch, factor, place),
             (Floats::F16(b), Level::V4 | Level::V4Bf16) => {
@@ -82,7 +87,7 @@ unsafe fn row_at<T: Float>(
     // SAFETY: the caller's promises, and the assertion.
     unsafe {
         if level >= Level::V4 {
-            return avx512::row_of(b, stride, n, a, stretch, factor, place);
+            return avx512::row_of::<_, false>(b, stride, n, a, stretch, factor, place);
         }
         for (first, len) in stretches(a.len(), stretch) {
             let a = &a[first..][..len];
