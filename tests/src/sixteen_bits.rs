@@ -13,6 +13,7 @@ use crate::tolerance::{self, Roundings, Shake};
 use crate::world::{Layout, Setup, Travelled, on_a_device, roundings, run_case, run_trajectory};
 use anyhow::{Context, Result, anyhow};
 use engine::Precision;
+use kernels::{CpuMath, DType};
 use models::data::EncodedSample;
 use models::{Processor, open_processor};
 use std::path::Path;
@@ -47,7 +48,7 @@ pub fn check_pack(dir: &Path, precision: Precision) -> Result<Vec<Section>> {
     Ok(sections)
 }
 
-/// Compares one case with the pack. On a device it is also compared with the CPU.
+/// Compares one case with the pack, on the CPU with both orders of sums. On a device it is also compared with the CPU.
 ///
 /// # Errors
 /// When a file is missing or the engine fails.
@@ -61,11 +62,21 @@ pub fn check_case(
     let layout = Layout::SINGLE.in_precision(precision);
     let run = run_case(pack, &judge.samples, layout)?;
     let mut all = judge.beside_stored(&run)?;
+    if let Some(layout) = other_sums(layout) {
+        let run = run_case(pack, &judge.samples, layout)?;
+        all.extend(judge.beside_stored(&run)?);
+    }
     if on_a_device() {
         let cpu = run_case(pack, &judge.samples, layout.on_cpu())?;
         all.extend(judge.beside_other(&run, &cpu)?);
     }
     Ok(all)
+}
+
+/// The layout with the sums of AMX, where it computes products of bf16 on the CPU.
+fn other_sums(layout: Layout) -> Option<Layout> {
+    let on_cpu = layout.precision.weight_dtype() == DType::BF16 && !on_a_device();
+    on_cpu.then(|| layout.with_math(CpuMath::Amx))
 }
 
 /// f32 runs that give the tolerances of a 16-bit run.
@@ -252,7 +263,8 @@ fn compare_runs(got: &CaseRun, want: &CaseRun) -> Vec<Comparison> {
     taps.chain(logits).chain(grads).chain([loss]).collect()
 }
 
-/// Compares one trajectory with the pack. On a device it is also compared with the CPU.
+/// Compares one trajectory with the pack, on the CPU with both orders of sums. On a device it is also compared with the
+/// CPU.
 ///
 /// # Errors
 /// When a file is missing or the engine fails.
@@ -274,6 +286,9 @@ pub fn check_trajectory(
     };
     let compare = |run: &Travelled| Ok(compare_trajectory(expected, run));
     let mut all = draws.beside_stored(&got, compare, noise)?;
+    if let Some(layout) = other_sums(layout) {
+        all.extend(draws.beside_stored(&run(layout)?, compare, noise)?);
+    }
     if on_a_device() {
         let cpu = run(layout.on_cpu())?;
         let compare = |run: &Travelled, other: &Travelled| Ok(compare_travelled(run, other));

@@ -62,6 +62,15 @@ impl CpuMath {
             false => Self::Portable,
         }
     }
+
+    /// `portable` or `amx`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Amx => "amx",
+        }
+    }
 }
 
 impl CpuBackend {

@@ -30,8 +30,8 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::config::{
-    BestMetric, BindCores, Collectives, CudaGraph, DataFormatChoice, DeviceChoice, Every,
-    ExifRotation, Fault, GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload,
+    BestMetric, BindCores, Collectives, CpuMathChoice, CudaGraph, DataFormatChoice, DeviceChoice,
+    Every, ExifRotation, Fault, GradDtype, InitChoice, LrScale, Moments, NvmeIo, Offload,
     OptimizerInBackward, OptimizerInForward, PrecisionChoice, PrefetchWeights, PureBf16Moments,
     PureBf16Weights, QuantizeFormat, Recompute, ReportTo, RopeChoice, Scheduler, SchedulerKwargs,
     Strategy, TemplateChoice, VerifyGpu, Workers, ZeroChoice,
@@ -252,6 +252,11 @@ pub struct Args {
     /// auto divides the cores that the process may use evenly over the machine's ranks, a list such as 0-7,16-23 those cores; threads of one physical core stay together. By default ranks are bound where a scheduler or container gave less than the machine, and on the CPU to NUMA nodes where both divide evenly. Tasks of an MPI or of srun keep the mask they were given.
     #[arg(long, num_args = 0..=1, default_missing_value = "auto", value_name = "auto|none|LIST", help_heading = "Memory and ranks")]
     pub bind_cores: Option<BindCores>,
+    /// Order in which CPUs sum products of bf16 matrices
+    ///
+    /// native takes that of AMX (Intel, since Sapphire Rapids) if the processors of all ranks have it, else portable, which AVX512-BF16 computes too. Either gives the same bits for any number of threads, ranks and stages. amx gives the bits of AMX on any processor, slowly without it. By default native; a resumed run keeps the order that it had.
+    #[arg(long, value_enum, help_heading = "Memory and ranks")]
+    pub cpu_math: Option<CpuMathChoice>,
     /// Seconds a rank waits for another before the job ends
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Memory and ranks")]
     pub comm_timeout: Option<u64>,
@@ -951,7 +956,7 @@ mod tests {
         names.sort_unstable();
         assert_eq!(
             names.join(" "),
-            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 bind-cores bnb-4bit-quant-type checkpoint-activations checkpoint-num-layers collectives comm-timeout config cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
+            "adam-beta1 adam-beta2 adam-epsilon adapter bf16 bind-cores bnb-4bit-quant-type checkpoint-activations checkpoint-num-layers collectives comm-timeout config cpu-math cuda-graph data data-format data-workers dataset dataset-dir deepspeed defaults device \
              device-memory-limit early-stopping-patience elastic error-format eval-data eval-dataset eval-steps eval-strategy exclude exif-rotation find-batch fp16 freeze global-batch-size grad-dtype \
              gradient-accumulation-steps gradient-checkpointing greater-is-better host-memory-limit host-reserve hostfile hysteresis image-dir image-max-pixels image-min-pixels include init initial-scale-power inject lang learning-rate \
              limit load-best-model-at-end load-in-4bit load-in-8bit logging-steps logging-strategy longest-first lora-alpha lora-dropout lora-layers lora-per-projection lora-rank \

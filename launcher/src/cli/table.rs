@@ -236,6 +236,7 @@ fn unset(flag: &str) -> &'static str {
         "global-batch-size" => "what the two give",
         "find-batch" => "`false`",
         "bind-cores" => "within a scheduler's mask; NUMA nodes",
+        "cpu-math" => "`native`; of a resumed run, its own",
         "mp-size" => "`1`",
         "mp-split" => "balanced",
         _ => "–",

@@ -33,6 +33,18 @@ pub enum VerifyGpu {
     Full,
 }
 
+/// `--cpu-math`: order in which CPUs sum products of two bf16 matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CpuMathChoice {
+    /// That of AMX where the processors of all ranks have it, else `portable`.
+    Native,
+    /// One chain of f32 multiply-adds, as for all other products.
+    Portable,
+    /// That of AMX. Processors without it compute the same bits in f32 arithmetic.
+    Amx,
+}
+
 /// `--cuda-graph`: whether repeated sequences of GPU commands are replayed as CUDA graphs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

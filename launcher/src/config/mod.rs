@@ -34,9 +34,9 @@ use serde::{Deserialize, Serialize};
 
 pub use best::{Best, BestMetric, BestSoFar};
 pub use choices::{
-    BindCores, Cadence, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every, ExifRotation,
-    InitChoice, LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler, Strategy,
-    TemplateChoice, VerifyGpu, Workers,
+    BindCores, Cadence, CpuMathChoice, CudaGraph, DataFormatChoice, Device, DeviceChoice, Every,
+    ExifRotation, InitChoice, LrScale, PrecisionChoice, Recompute, ReportTo, RopeChoice, Scheduler,
+    Strategy, TemplateChoice, VerifyGpu, Workers,
 };
 pub(crate) use choices::{core_list, core_ranges};
 pub use collectives::Collectives;
@@ -359,6 +359,9 @@ pub struct RunConfig {
     /// Processor cores of the machine's ranks, as requested. `None`: bound within a scheduler's mask and to NUMA nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bind_cores: Option<BindCores>,
+    /// Order of sums on CPUs, as requested. `None`: that of the checkpoint it continues, else native.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_math: Option<CpuMathChoice>,
     /// Maximum wait of a rank for another rank, in seconds.
     pub comm_timeout_seconds: u64,
     /// Kind of device on which the ranks compute.

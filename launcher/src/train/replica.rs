@@ -13,7 +13,7 @@ use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
-use crate::launch::rendezvous::{self, Addresses, Met};
+use crate::launch::rendezvous::{self, Addresses, Met, Sums};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
@@ -21,11 +21,12 @@ use crate::plan::rank_memory::{mapped_line, registered_line};
 use crate::plan::{MemoryPlans, WINDOW_SLACK_BYTES, kernels_of, resume};
 use crate::rank_env::{RankEnv, Variables};
 use crate::ui::{Event, Reporter};
+use engine::checkpoint::Checkpoint;
 use engine::comm::mesh::{BROADCAST_BYTES, MAX_VALUES, Mesh, Regions};
 use engine::comm::{Communicator, World};
 use engine::{EngineError, ParamId, Tiers, Zero};
 use half::f16;
-use kernels::{Backend, CpuBackend, DType, Pool};
+use kernels::{Backend, CpuBackend, CpuMath, DType, Pool};
 use models::Processor;
 use models::adapter::Adapter;
 use models::params::is_added;
@@ -45,6 +46,8 @@ pub(crate) struct Replica<'a> {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) comm: Arc<dyn Communicator>,
     pub(crate) zero: Zero,
+    /// Order of sums on CPUs, equal on all ranks.
+    pub(crate) math: CpuMath,
 }
 
 impl Replica<'_> {
@@ -195,11 +198,14 @@ impl<'a> Opened<'a> {
                 &e,
             )
         })?;
+        let checkpoint = resume::open(config)?;
+        let saved = checkpoint.as_ref().map(Checkpoint::meta);
+        let math = sums(config, saved, &*comm, &reporter)?;
         let States {
             backend,
             zero,
             disk_ceiling,
-        } = States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
+        } = States::allocate(config, env, plan, mesh, devices, math, &*model, &reporter)?;
         let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
         zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| {
@@ -226,6 +232,7 @@ impl<'a> Opened<'a> {
                 backend,
                 comm,
                 zero,
+                math,
             },
             weights,
             adapter,
@@ -329,8 +336,9 @@ impl<'a> Replica<'a> {
             stop,
             |comm| comm,
         )?;
+        let math = sums(config, None, &*comm, &reporter)?;
         let States { backend, zero, .. } =
-            States::allocate(config, env, plan, mesh, devices, &*model, &reporter)?;
+            States::allocate(config, env, plan, mesh, devices, math, &*model, &reporter)?;
         if let Some(gpu) = gpu_of(config, env.local_rank) {
             backend.compile_ahead(&kernels_of(config, gpu)?);
         }
@@ -341,6 +349,7 @@ impl<'a> Replica<'a> {
             backend,
             comm,
             zero,
+            math,
         };
         load_weights(
             &mut replica.zero,
@@ -376,6 +385,7 @@ impl States {
         plan: Arc<engine::Plan>,
         mesh: Mesh,
         devices: &dyn Devices,
+        math: CpuMath,
         model: &dyn VisionLanguageModel,
         reporter: &Reporter,
     ) -> Result<Self, NotOpened> {
@@ -384,7 +394,7 @@ impl States {
             .map(|limit| limit / config.ranks_here() as u64);
         let host = Pool::new("host", host_share);
         let disk = spill::open(config, env, &plan, &host, &**mesh.world(), reporter)?;
-        let (backend, device) = compute(config, env, devices, &host)?;
+        let (backend, device) = compute(config, env, devices, math, &host)?;
         let mut tiers = Tiers::new(device, host);
         let mut disk_ceiling = None;
         if let Some(disk) = disk {
@@ -465,11 +475,29 @@ fn load_weights(
         .map_err(|e| failures::engine(both("load weights", "加载权重"), &e))
 }
 
+/// Order of sums on CPUs that all ranks use, which rank 0 names if it is not the usual one.
+fn sums(
+    config: &RunPlan,
+    saved: Option<&Value>,
+    comm: &dyn Communicator,
+    reporter: &Reporter,
+) -> Result<CpuMath, Failure> {
+    let Sums { math, text } = rendezvous::cpu_math(config, saved, CpuMath::native(), comm)?;
+    if let Some(text) = text.filter(|_| comm.world().rank == 0) {
+        reporter.emit(&Event::Info {
+            label: both("cpu", "cpu").into(),
+            text,
+        });
+    }
+    Ok(math)
+}
+
 /// Backend, and the pool for the engine's buffers. On a GPU that pool is host memory.
 fn compute(
     config: &RunPlan,
     env: &RankEnv,
     devices: &dyn Devices,
+    math: CpuMath,
     host: &Pool,
 ) -> Result<(Arc<dyn Backend>, Pool), Failure> {
     match gpu_of(config, env.local_rank) {
@@ -484,7 +512,8 @@ fn compute(
         }
         None => {
             let pool = Pool::new("device", config.device_memory_limit);
-            Ok((Arc::new(CpuBackend::new(pool.clone())), pool))
+            let cpu = CpuBackend::new(pool.clone()).with_math(math);
+            Ok((Arc::new(cpu), pool))
         }
     }
 }

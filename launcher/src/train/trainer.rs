@@ -9,11 +9,12 @@ use super::replica::{Opened, OwnGpu, Replica};
 use super::step_context::{self, Failing, StepContext};
 use super::trace::StepTraces;
 use super::{evaluate, save, tiers};
-use crate::config::{BestMetric, BestSoFar, Cadence};
+use crate::config::{BestMetric, BestSoFar, Cadence, Device};
 use crate::data::{Loader, SampleSet, Sampler};
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{Text, both, text};
 use crate::launch::rank::{RunSummary, StopFlag};
+use crate::launch::rendezvous::CPU_MATH;
 use crate::memory::Phase;
 use crate::model::optimizer::schedule;
 use crate::model::quantize;
@@ -689,7 +690,11 @@ impl<'a> Trainer<'a> {
     fn save(&mut self) -> Result<(), Failure> {
         let total_tokens = self.total_tokens + self.unlogged_tokens()?;
         let Replica {
-            config, comm, zero, ..
+            config,
+            comm,
+            zero,
+            math,
+            ..
         } = &self.replica;
         let mut meta = json!({
             "steps_done": self.done,
@@ -714,6 +719,9 @@ impl<'a> Trainer<'a> {
         let quantized = quantize::record(zero.plan().spec());
         if !quantized.is_null() {
             meta[quantize::QUANTIZED] = quantized;
+        }
+        if config.device == Device::Cpu {
+            meta[CPU_MATH] = math.name().into();
         }
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);

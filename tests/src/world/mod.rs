@@ -92,7 +92,8 @@ impl Rank {
         };
         let plan = Arc::new(Plan::new(model.spec().clone(), zero_config, layout.world)?);
         let device = Pool::new("device", None);
-        let backend = backend.unwrap_or_else(|| Arc::new(CpuBackend::new(device.clone())));
+        let cpu = || CpuBackend::new(device.clone()).with_math(layout.math);
+        let backend = backend.unwrap_or_else(|| Arc::new(cpu()));
         let tiers = Tiers::new(device, Pool::new("host", None));
         let settings = &setup.optimizer;
         // The references apply weight decay to every trainable tensor.

@@ -4,7 +4,7 @@ use crate::golden::{AdamW, Trajectory};
 use crate::tolerance::Shake;
 use anyhow::Result;
 use engine::{Offload, Precision};
-use kernels::{Backend, DType};
+use kernels::{Backend, CpuMath, DType};
 use models::ModelOptions;
 use models::selection::Selection;
 use optim::GroupOptions;
@@ -27,6 +27,8 @@ pub struct Layout {
     pub precision: Precision,
     /// Device of the ranks.
     pub device: Device,
+    /// Order of sums on the CPU.
+    pub math: CpuMath,
     /// Perturbation of the weights when they are read.
     pub shake: Option<Shake>,
 }
@@ -49,6 +51,7 @@ impl Layout {
         offload: NO_OFFLOAD,
         precision: Precision::F32,
         device: Device::Chosen,
+        math: CpuMath::Portable,
         shake: None,
     };
 
@@ -56,6 +59,12 @@ impl Layout {
     #[must_use]
     pub const fn in_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
+    }
+
+    /// The same layout with another order of sums on the CPU.
+    #[must_use]
+    pub const fn with_math(self, math: CpuMath) -> Self {
+        Self { math, ..self }
     }
 
     /// The same layout with perturbed weights.

@@ -299,6 +299,42 @@ fn jobs_in_one_directory_use_their_own_files_and_remove_those_of_dead_jobs() {
     assert_eq!(listing(&site.path("spill")), Vec::<String>::new());
 }
 
+/// The sums of AMX, which processors without it compute in f32 arithmetic.
+#[test]
+fn the_order_of_sums_decides_the_bits_and_stays_when_a_run_continues() {
+    let site = Site::new();
+    let line = "--precision bf16 --nproc 2 --max-steps 6 --save-steps 3";
+    let train = |run: &str, flags: &str| {
+        let screen = site.train(&format!("{line} {flags} --output {run}")).screen;
+        (weights(&site, run), losses(&site.path(run)), screen)
+    };
+    let portable = train("portable", "--zero 3 --cpu-math portable");
+    let amx = train("amx", "--zero 3 --cpu-math amx");
+    assert!(amx.2.contains("AMX"), "{}", amx.2);
+    assert!(amx.0 != portable.0, "the flag changes nothing");
+    for (run, cell) in [
+        ("cpu", "--zero 2 --offload cpu"),
+        ("disk", "--zero 3 --offload nvme:spill"),
+        ("copies", "--zero 0 --checkpoint-activations none"),
+    ] {
+        let other = train(run, &format!("{cell} --cpu-math amx"));
+        assert!(other.0 == amx.0, "{cell}: other weights");
+        assert_eq!(other.1, amx.1, "{cell}");
+    }
+    for (run, losses) in [("amx", &amx.1), ("portable", &portable.1)] {
+        let meta = read_json(&site.path(run).join("checkpoint-3/MANIFEST.json"));
+        assert_eq!(meta["meta"]["cpu_math"], run);
+        let resume = format!("--zero 1 --resume {run}/checkpoint-3 --output {run}-on");
+        site.train(&format!("{line} {resume}"));
+        let on = crate::site::losses(&site.path(&format!("{run}-on")));
+        assert_eq!(losses[3..], on[..], "{run}");
+    }
+    // The order of the line wins, and the run names the difference.
+    let resume = "--cpu-math portable --resume amx/checkpoint-3 --output mixed";
+    let screen = site.train(&format!("{line} {resume}")).screen;
+    assert_says(&screen, &["--cpu-math was amx", "portable now"]);
+}
+
 #[test]
 fn a_loss_scale_that_cannot_fall_further_ends_the_run() {
     let site = Site::new();

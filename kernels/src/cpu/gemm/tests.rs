@@ -222,7 +222,7 @@ proptest! {
     #[test]
     fn every_kernel_has_the_bits_of_the_definition(
         (m, n) in (extents(), extents()),
-        depths in prop::collection::vec(prop_oneof![0..40usize, 240..300usize, 500..560usize], 1..3),
+        depths in prop::collection::vec(prop_oneof![0..40usize, 60..140usize, 240..300usize, 500..560usize], 1..3),
         (a, b, out) in (dtypes(), dtypes(), dtypes()),
         (a_transposed, b_transposed) in any::<(bool, bool)>(),
         (with_bias, accumulate) in any::<(bool, bool)>(),

@@ -136,6 +136,7 @@ pub(crate) fn resolve_on(args: &Args, env: &Env, chosen: &Chosen) -> Result<Reso
         ranks_here: ranks_here(args, env, world_size),
         ranks_per_gpu: None,
         bind_cores: args.bind_cores.clone(),
+        cpu_math: args.cpu_math,
         comm_timeout_seconds: args.comm_timeout.unwrap_or(defaults::COMM_TIMEOUT_SECONDS),
         device: chosen.device,
         gpus: chosen.gpus.clone(),
@@ -957,6 +958,7 @@ impl RunConfig {
                 .as_ref()
                 .map(|cores| ("bind-cores", cores.to_string())),
         );
+        flags.extend(self.cpu_math.map(|math| ("cpu-math", value_name(math))));
         flags.push(("comm-timeout", self.comm_timeout_seconds.to_string()));
         flags.push(("device", self.device.name().to_string()));
         flags.push(("cuda-graph", value_name(self.cuda_graph)));

@@ -1,5 +1,6 @@
 //! Rendezvous of the ranks of a run: over shared memory on one machine, TCP on several, or MPI.
 
+mod cpu_math;
 mod failures;
 mod gpus;
 mod machine;
@@ -26,6 +27,7 @@ use crate::launch::hostfile::host_name;
 use crate::launch::rank::StopFlag;
 use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
+pub(crate) use cpu_math::{CPU_MATH, Sums, cpu_math};
 pub(crate) use gpus::ranks_per_gpu;
 use machine::Machine;
 use serde_json::Value;
