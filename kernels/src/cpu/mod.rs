@@ -37,17 +37,18 @@ pub struct CpuBackend {
     math: CpuMath,
 }
 
-/// Order in which products of two bf16 matrices are summed on CPUs. It decides the bits of results.
+/// Order in which products of bf16 matrices are summed on CPUs. It decides the bits of results.
 ///
-/// Every processor computes both. All other products, those of f16 and f32 matrices and of mixed types, have the order
-/// of [`CpuMath::Portable`].
+/// Every processor computes both. Products of f16, and those of two f32 matrices, have the order of
+/// [`CpuMath::Portable`] always.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum CpuMath {
     /// One chain of fused multiply-adds in f32 over up to 256 elements of `k`.
     #[default]
     Portable,
     /// The order of the tiles of AMX (Intel, since Sapphire Rapids): for each 32 elements of `k` a chain over the even
-    /// and one over the odd ones. Other processors compute it in f32 arithmetic, with equal bits and more time than
+    /// and one over the odd ones. An f32 matrix is rounded to bf16 before it is multiplied with one of bf16: attention's
+    /// probabilities, the inner values of adapters, gradients of the loss. Other processors compute it in f32 arithmetic, with equal bits and more time than
     /// [`CpuMath::Portable`] takes.
     Amx,
 }

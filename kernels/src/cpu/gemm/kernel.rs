@@ -85,7 +85,7 @@ impl TileIo {
 pub(super) enum Form {
     /// One f32 for each `k`.
     Single,
-    /// One f32 for each `k`, which are added in the order of [`CpuMath::Amx`].
+    /// One f32 for each `k` with a value of bf16, which are added in the order of [`CpuMath::Amx`].
     Grouped,
     /// Two bf16 in 32 bits, those of two consecutive `k`. The first is in the upper half, because `vdpbf16ps` adds the
     /// product of the upper halves first.
@@ -240,14 +240,16 @@ impl Kernel {
 
     /// Form in which the operands of a product are packed.
     pub(super) fn form(&self, p: &Product<'_>) -> Form {
-        if [p.a.data().dtype(), p.b.data().dtype()] != [DType::BF16; 2] {
-            return Form::Single;
+        let dtypes = [p.a.data().dtype(), p.b.data().dtype()];
+        if self.math == CpuMath::Amx && tiles::defines(dtypes) {
+            return match self.tiles {
+                Some(_) if p.a.cols >= tiles::LEAST_DEPTH => Form::Tiles,
+                _ => Form::Grouped,
+            };
         }
-        match self.math {
-            CpuMath::Portable if self.pairs.is_some() => Form::Pair,
-            CpuMath::Portable => Form::Single,
-            CpuMath::Amx if self.tiles.is_some() && p.a.cols >= tiles::LEAST_DEPTH => Form::Tiles,
-            CpuMath::Amx => Form::Grouped,
+        match self.pairs {
+            Some(_) if dtypes == [DType::BF16; 2] => Form::Pair,
+            _ => Form::Single,
         }
     }
 

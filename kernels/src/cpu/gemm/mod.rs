@@ -6,7 +6,7 @@
 //! whole. So the bits of an element do not depend on the output's size, its position in the
 //! output, the number of threads, or the instruction set.
 //!
-//! With [`CpuMath::Amx`] the chains of products of two bf16 matrices are the sums that the tiles of AMX compute, on every
+//! With [`CpuMath::Amx`] the chains of products with a bf16 matrix are the sums that the tiles of AMX compute, on every
 //! processor: those without AMX compute them in f32 arithmetic.
 //!
 //! Operands are first copied into *panels* and converted to f32; [`pack`] describes the layout. If both are bf16 and the

@@ -39,11 +39,15 @@ pub(super) fn pack(
             return super::x86::pairs::pack(width, data, x, bytemuck::cast_slice_mut(out));
         }
         #[cfg(target_arch = "x86_64")]
-        (Form::Tiles, Floats::BF16(data)) => {
-            return super::x86::amx::pack(side, data, x, out);
-        }
+        (Form::Tiles, Floats::BF16(data)) => return super::x86::amx::pack(side, data, x, out),
+        #[cfg(target_arch = "x86_64")]
+        (Form::Tiles, Floats::F32(data)) => return super::x86::amx::pack(side, data, x, out),
         (Form::Pair | Form::Tiles, _) => unreachable!("only bf16 is packed in pairs, {side:?}"),
-        (Form::Single | Form::Grouped, Floats::F32(data)) => pack_of(level, width, data, x, out),
+        (Form::Single, Floats::F32(data)) => pack_of(level, width, data, x, out),
+        (Form::Grouped, Floats::F32(data)) => {
+            pack_of(level, width, data, x, out);
+            super::tiles::round(out);
+        }
         (Form::Single | Form::Grouped, Floats::BF16(data)) => pack_of(level, width, data, x, out),
         (Form::Single | Form::Grouped, Floats::F16(data)) => pack_of(level, width, data, x, out),
     }

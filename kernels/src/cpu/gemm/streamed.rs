@@ -84,6 +84,10 @@ fn pack_left<'s>(kernel: &Kernel, products: &[Product<'_>], space: &'s mut [f32]
         let height = p.a.rows.next_multiple_of(ROW_STEP);
         if in_place(kernel, p) {
             p.a.data().widen(0, &mut out[..p.a.cols]);
+            #[cfg(target_arch = "x86_64")]
+            if grouped(kernel, p) {
+                super::tiles::round(&mut out[..p.a.cols]);
+            }
             out = &mut out[height * p.a.cols..];
             continue;
         }

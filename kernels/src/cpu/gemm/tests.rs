@@ -75,14 +75,19 @@ fn at(x: &Matrix<'_>, row: usize, col: usize) -> f32 {
 fn element(math: CpuMath, products: &[Product<'_>], from: f32, row: usize, col: usize) -> f32 {
     let mut sum = from;
     for p in products {
+        let dtypes = [p.a.data().dtype(), p.b.data().dtype()];
+        let grouped =
+            math == CpuMath::Amx && dtypes.contains(&DType::BF16) && !dtypes.contains(&DType::F16);
+        let value = |x: f32| match grouped {
+            true => bf16::from_f32(x).to_f32(),
+            false => x,
+        };
         let chain = |first: usize, len: usize, step: usize| {
             let all = (first..first + len).step_by(step);
             all.fold(0.0f32, |chain, k| {
-                at(&p.a, row, k).mul_add(at(&p.b, k, col), chain)
+                value(at(&p.a, row, k)).mul_add(value(at(&p.b, k, col)), chain)
             })
         };
-        let grouped =
-            math == CpuMath::Amx && [p.a.data().dtype(), p.b.data().dtype()] == [DType::BF16; 2];
         for (first, len) in stretches(p.a.cols, stretch(p.whole)) {
             let mut stretch = 0.0f32;
             if grouped {

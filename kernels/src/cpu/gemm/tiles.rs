@@ -3,7 +3,8 @@
 //! A chain is cut into groups of 32 `k`. A group has two chains of fused multiply-adds that start at zero, one over its
 //! even and one over its odd `k`. Their sum is added to the chain. This is what `TDPBF16PS` computes (Intel,
 //! "Architecture Instruction Set Extensions Programming Reference"), except that the instruction takes subnormal numbers
-//! as zeros. So it is used where none can arise ([`Least`](super::kernel::Least)).
+//! as zeros. So it is used where none can arise ([`Least`](super::kernel::Least)). An f32 operand is rounded to bf16
+//! when it is packed.
 //!
 //! A packed operand consists of panels of 16 lanes. A panel has a tile of 1 KiB for each group: 16 × 16 pairs of bf16,
 //! the even `k` of a pair in the lower half.
@@ -20,6 +21,8 @@ use super::kernel::TileIo;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{amx, avx2, avx512};
 use super::{portable, stretches};
+use crate::DType;
+use half::bf16;
 
 /// Length of a group of `k`.
 pub(super) const GROUP: usize = 32;
@@ -46,6 +49,18 @@ pub(super) enum Tiles {
     )]
     Software,
     Amx,
+}
+
+/// Whether products of these types have the sums of AMX: those with an operand of bf16, and the other one not of f16.
+pub(super) fn defines(dtypes: [DType; 2]) -> bool {
+    dtypes.contains(&DType::BF16) && !dtypes.contains(&DType::F16)
+}
+
+/// Rounds operands of f32 to bf16.
+pub(super) fn round(values: &mut [f32]) {
+    for value in values {
+        *value = bf16::from_f32(*value).to_f32();
+    }
 }
 
 /// The fastest instructions of this processor whose bits are those of the definition.

@@ -18,6 +18,7 @@ use crate::cpu::gemm::kernel::{Least, Side, TileIo};
 use crate::cpu::gemm::tiles::{self, GROUP, SIDE, WORDS};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::simd::{Level, prefetch, supported};
+use crate::{DType, Float};
 use half::bf16;
 
 /// Prefetch distance in groups along a lane, and in `k` if lanes are side by side in memory.
@@ -26,12 +27,12 @@ const AHEAD_ROWS: usize = 16;
 /// Bytes of a row of a tile.
 const ROW_BYTES: usize = 64;
 
-/// Packs `x [lanes, depth]` into panels of tiles at the front of `out`. Returns their smallest magnitude.
+/// Packs `x [lanes, depth]` of bf16 or f32 into panels of tiles at the front of `out`. Returns their smallest magnitude.
 ///
 /// The processor has AVX-512 F and BW.
-pub(in crate::cpu::gemm) fn pack(
+pub(in crate::cpu::gemm) fn pack<T: Float>(
     side: Side,
-    data: &[bf16],
+    data: &[T],
     x: Matrix<'_>,
     out: &mut [f32],
 ) -> Least {
@@ -50,9 +51,9 @@ pub(in crate::cpu::gemm) fn pack(
 /// # Safety
 /// The processor has AVX-512 F and BW, and `x` contains all lanes. One of the strides is 1.
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn squares(
+unsafe fn squares<T: Float>(
     side: Side,
-    x: &[bf16],
+    x: &[T],
     (lane_stride, depth_stride): (usize, usize),
     (lanes, depth): (usize, usize),
     out: &mut [f32],
@@ -94,8 +95,8 @@ unsafe fn squares(
 /// The processor has AVX-512 F and BW. `lanes` lanes have `long` elements each, side by side in memory.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn rows_of_lanes(
-    from: *const bf16,
+unsafe fn rows_of_lanes<T: Float>(
+    from: *const T,
     stride: usize,
     (lanes, long): (usize, usize),
 ) -> [__m512; 16] {
@@ -105,7 +106,16 @@ unsafe fn rows_of_lanes(
         let lane = from.wrapping_add(i * stride);
         prefetch(lane.wrapping_add(AHEAD));
         // SAFETY: the caller's promise; other elements are not read.
-        let words = unsafe { _mm512_maskz_loadu_epi16(mask, lane.cast()) };
+        let words = unsafe {
+            if T::DTYPE == DType::F32 {
+                let (low, high) = (mask as __mmask16, (mask >> 16) as __mmask16);
+                let low = rounded(_mm512_maskz_loadu_epi32(low, lane.cast()));
+                let high = rounded(_mm512_maskz_loadu_epi32(high, lane.wrapping_add(16).cast()));
+                _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+            } else {
+                _mm512_maskz_loadu_epi16(mask, lane.cast())
+            }
+        };
         *row = _mm512_castsi512_ps(words);
     }
     square
@@ -117,8 +127,8 @@ unsafe fn rows_of_lanes(
 /// The processor has AVX-512 F and BW. For each of `long` k, `lanes` elements are side by side in memory.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn rows_of_pairs(
-    from: *const bf16,
+unsafe fn rows_of_pairs<T: Float>(
+    from: *const T,
     stride: usize,
     (lanes, long): (usize, usize),
 ) -> [__m512; 16] {
@@ -132,16 +142,37 @@ unsafe fn rows_of_pairs(
         let both = if 2 * i + 1 < long { mask } else { 0 };
         // SAFETY: the caller's promise; other elements are not read.
         let (even, odd) = unsafe {
-            (
-                _mm256_maskz_loadu_epi16(mask, first.cast()),
-                _mm256_maskz_loadu_epi16(both, second.cast()),
-            )
+            if T::DTYPE == DType::F32 {
+                (
+                    rounded(_mm512_maskz_loadu_epi32(mask, first.cast())),
+                    rounded(_mm512_maskz_loadu_epi32(both, second.cast())),
+                )
+            } else {
+                (
+                    _mm256_maskz_loadu_epi16(mask, first.cast()),
+                    _mm256_maskz_loadu_epi16(both, second.cast()),
+                )
+            }
         };
         let odd = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(odd));
         let pairs = _mm512_or_si512(_mm512_cvtepu16_epi32(even), odd);
         *row = _mm512_castsi512_ps(pairs);
     }
     square
+}
+
+/// f32 rounded to the nearest bf16, ties to even; NaN stays NaN, as `bf16::from_f32` has it.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn rounded(x: __m512i) -> __m256i {
+    let upper = _mm512_srli_epi32::<16>(x);
+    let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+    let up = _mm512_add_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(0x7fff)), odd);
+    let magnitude = _mm512_and_si512(x, _mm512_set1_epi32(0x7fff_ffff));
+    let nan = _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f80_0000));
+    let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+    let bits = _mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(up), nan, quiet);
+    _mm512_cvtepi32_epi16(bits)
 }
 
 /// Configuration of the tile registers: all eight have 16 rows of 64 bytes.
@@ -424,6 +455,42 @@ mod tests {
                 unsafe { *place.to = factor.mul_add(sum, *place.from) };
             }
         }
+    }
+
+    #[test]
+    fn operands_of_f32_are_rounded_as_elsewhere() {
+        if supported() < Level::V4 {
+            return;
+        }
+        let special = [
+            0.0,
+            -0.0,
+            f32::NAN,
+            f32::INFINITY,
+            f32::MAX,
+            f32::MIN_POSITIVE,
+        ];
+        let bits = [
+            0x7f80_0001,
+            0xffbf_ffff,
+            1,
+            0x3f80_8000,
+            0x3f81_8000,
+            0x7f7f_8000,
+        ];
+        let values = special.into_iter().chain(bits.map(f32::from_bits));
+        let mut values: Vec<f32> = values.collect();
+        values.resize(16, 1.0);
+        // SAFETY: the processor has the instructions, and both arrays 16 elements.
+        let got: [u16; 16] = unsafe {
+            let rounded = rounded(_mm512_loadu_si512(values.as_ptr().cast()));
+            std::mem::transmute(rounded)
+        };
+        let want: Vec<u16> = values
+            .iter()
+            .map(|x| bf16::from_f32(*x).to_bits())
+            .collect();
+        assert_eq!(got[..], want[..]);
     }
 
     #[test]

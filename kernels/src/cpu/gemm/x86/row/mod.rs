@@ -33,7 +33,10 @@ const AHEAD_BYTES: usize = 512;
 
 /// Whether columns of this type are read in place. `grouped`: their sums are those of [`crate::CpuMath::Amx`].
 pub(in crate::cpu::gemm) fn reads(level: Level, dtype: DType, grouped: bool) -> bool {
-    level >= Level::V4 || (level == Level::V3 && dtype != DType::F16 && !grouped)
+    match grouped {
+        true => level >= Level::V4 && dtype == DType::BF16,
+        false => level >= Level::V4 || (level == Level::V3 && dtype != DType::F16),
+    }
 }
 
 /// `to = from + factor * chain + …` for one row `a`, and `columns [n, a.len()]` of a type that the level [`reads`], with a
