@@ -8,7 +8,7 @@
 use benches::{config, decoder};
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use engine::{ParamAccess, ParamId};
-use kernels::{Backend, CpuBackend, DType, Tag};
+use kernels::{Backend, CpuBackend, CpuMath, DType, Tag};
 use models::autograd::{ResidentParams, Tape};
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::minicpm::MiniCpm;
@@ -41,7 +41,7 @@ fn model(dtype: DType) -> MiniCpm {
 }
 
 fn resident(model: &MiniCpm) -> ResidentParams {
-    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
+    let backend: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited().with_math(CpuMath::native()));
     let params = model.spec().params.iter().enumerate();
     let weights = params.map(|(i, p)| {
         let mut values = vec![0.0; p.shape.elems()];

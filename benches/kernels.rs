@@ -8,8 +8,8 @@ use benches::adam::{Buffers, Variant};
 use benches::{Work, config, measure};
 use criterion::{Criterion, criterion_group, criterion_main};
 use kernels::{
-    AdaptedLayer, AdaptedLinearArgs, AdapterArgs, AttentionArgs, Backend, CpuBackend, DType,
-    LossNeeds, MatmulArgs, Tag, Tensor, Transpose,
+    AdaptedLayer, AdaptedLinearArgs, AdapterArgs, AttentionArgs, Backend, CpuBackend, CpuMath,
+    DType, LossNeeds, MatmulArgs, Tag, Tensor, Transpose,
 };
 
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];
@@ -46,7 +46,7 @@ fn product<'a>(
 
 fn gemm(c: &mut Criterion) {
     use Transpose::{No, Yes};
-    let cpu = CpuBackend::unlimited();
+    let cpu = CpuBackend::unlimited().with_math(CpuMath::native());
     let mut group = c.benchmark_group("gemm");
     // Layers of the demo, and of models with a width of 1024.
     for (m, n, k) in [
@@ -96,7 +96,7 @@ fn gemm(c: &mut Criterion) {
 /// One row times weights that no cache holds, as for each new token of a generation, on one thread and on all.
 fn decode(c: &mut Criterion) {
     use Transpose::{No, Yes};
-    let cpu = CpuBackend::unlimited();
+    let cpu = CpuBackend::unlimited().with_math(CpuMath::native());
     let mut group = c.benchmark_group("decode");
     let one = rayon::ThreadPoolBuilder::new().num_threads(1).build();
     let one = one.unwrap();
@@ -132,7 +132,7 @@ fn adamw(c: &mut Criterion) {
 type AttentionShape = (usize, usize, usize, usize, usize, bool);
 
 fn attention(c: &mut Criterion) {
-    let cpu = CpuBackend::unlimited();
+    let cpu = CpuBackend::unlimited().with_math(CpuMath::native());
     let mut group = c.benchmark_group("attention");
     // The demo's decoder, a vision tower, and a decoder with grouped-query attention.
     let shapes: [AttentionShape; 3] = [
@@ -172,7 +172,7 @@ fn attention(c: &mut Criterion) {
 }
 
 fn norm(c: &mut Criterion) {
-    let cpu = CpuBackend::unlimited();
+    let cpu = CpuBackend::unlimited().with_math(CpuMath::native());
     let mut group = c.benchmark_group("norm");
     // The last shape exceeds the caches.
     for (rows, width) in [(1500, 128), (2048, 1024), (16_384, 1024)] {
@@ -202,7 +202,7 @@ fn norm(c: &mut Criterion) {
 }
 
 fn linear_cross_entropy(c: &mut Criterion) {
-    let cpu = CpuBackend::unlimited();
+    let cpu = CpuBackend::unlimited().with_math(CpuMath::native());
     let mut group = c.benchmark_group("linear_cross_entropy");
     let need = LossNeeds {
         hidden: true,

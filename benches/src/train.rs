@@ -4,7 +4,7 @@
 use crate::{Result, decoder};
 use engine::comm::{Communicator, threads};
 use engine::{Offload, OptimizerConfig, ParamId, PassKind, Plan, Stage, Tiers, Zero, ZeroConfig};
-use kernels::{Backend, CpuBackend, Pool};
+use kernels::{Backend, CpuBackend, CpuMath, Pool};
 use models::autograd::Tape;
 use models::minicpm::MiniCpm;
 use models::minicpm::config::LanguageConfig;
@@ -87,7 +87,8 @@ impl Rank {
         let rank = comm.world().rank;
         let plan = Arc::new(Plan::new(model.spec().clone(), config, setting.ranks)?);
         let device = Pool::new("device", None);
-        let backend: Arc<dyn Backend> = Arc::new(CpuBackend::new(device.clone()));
+        let backend: Arc<dyn Backend> =
+            Arc::new(CpuBackend::new(device.clone()).with_math(CpuMath::native()));
         let group = GroupOptions {
             weight_decay: 0.01,
             lr_scale: 1.0,
