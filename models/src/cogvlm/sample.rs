@@ -308,7 +308,7 @@ impl Processor for CogProcessor {
     }
 
     fn stop_ids(&self) -> Vec<i32> {
-        vec![self.config.eos]
+        self.stop_ids.clone()
     }
 }
 

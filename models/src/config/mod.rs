@@ -166,6 +166,11 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Names and values of all fields.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (&'a String, &'a Value)> {
+        self.root.iter()
+    }
+
     /// The fields of the language model: those of `text_config`, or, in the flat layout, of this object.
     ///
     /// # Errors
