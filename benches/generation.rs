@@ -10,9 +10,9 @@ use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_
 use engine::{ParamAccess, ParamId};
 use kernels::{Backend, CpuBackend, CpuMath, DType, Tag};
 use models::autograd::{ResidentParams, Tape};
+use models::config::LanguageConfig;
 use models::generate::{GenerateOptions, Prompt, Sampling, generate};
 use models::minicpm::MiniCpm;
-use models::minicpm::config::LanguageConfig;
 use models::{SampleInput, VisionLanguageModel};
 use std::sync::Arc;
 
@@ -28,13 +28,9 @@ fn model(dtype: DType) -> MiniCpm {
         num_heads: 8,
         num_kv_heads: 2,
         head_dim: 64,
-        qkv_bias: true,
-        head_norms: false,
         vocab_size: VOCABULARY as usize,
         rms_norm_eps: 1e-6,
         rope_theta: 1e6,
-        long_rope: None,
-        tie_word_embeddings: false,
         initializer_range: 0.02,
     };
     decoder(language, dtype).unwrap()

@@ -3,10 +3,9 @@
 use crate::Result;
 use kernels::DType;
 use models::ModelOptions;
+use models::config::LanguageConfig;
 use models::minicpm::MiniCpm;
-use models::minicpm::config::{
-    Family, LanguageConfig, MiniCpmConfig, Release, SlicingConfig, VisionConfig,
-};
+use models::minicpm::config::{Family, MiniCpmConfig, Release, SlicingConfig, VisionConfig};
 use models::processor::Normalization;
 
 /// Decoder `language` with a minimal vision tower that no text uses.
@@ -18,6 +17,8 @@ pub fn decoder(language: LanguageConfig, dtype: DType) -> Result<MiniCpm> {
         family: Family::Vision,
         release: Release::V2_6,
         language,
+        long_rope: None,
+        tie_word_embeddings: false,
         vision: VisionConfig {
             hidden_size: 8,
             intermediate_size: 12,

@@ -6,8 +6,8 @@ use engine::comm::{Communicator, threads};
 use engine::{Offload, OptimizerConfig, ParamId, PassKind, Plan, Stage, Tiers, Zero, ZeroConfig};
 use kernels::{Backend, CpuBackend, CpuMath, Pool};
 use models::autograd::Tape;
+use models::config::LanguageConfig;
 use models::minicpm::MiniCpm;
-use models::minicpm::config::LanguageConfig;
 use models::{SampleInput, VisionLanguageModel};
 use optim::{AdamW, GroupOptions, Precision};
 use std::convert::Infallible;
@@ -67,13 +67,9 @@ impl Rank {
             num_heads: 12,
             num_kv_heads: 12,
             head_dim: 64,
-            qkv_bias: true,
-            head_norms: false,
             vocab_size: VOCABULARY,
             rms_norm_eps: 1e-6,
             rope_theta: 1e4,
-            long_rope: None,
-            tie_word_embeddings: false,
             initializer_range: 0.02,
         };
         let model = decoder(language, setting.precision.weight_dtype())?;

@@ -464,6 +464,32 @@ mod tests {
     }
 
     #[test]
+    fn every_family_refuses_what_no_decoder_computes() {
+        for (pack, config) in packs() {
+            let inside = match config.contains_key("text_config") {
+                true => "text_config.",
+                false => "",
+            };
+            let with = |field: &str, value: Value| {
+                let mut config = config.clone();
+                set(&mut config, &format!("{inside}{field}"), value);
+                read(&config)
+            };
+            for (field, value) in [
+                ("hidden_act", json!("gelu")),
+                ("attention_dropout", json!(0.1)),
+                (
+                    "layer_types",
+                    json!(["full_attention", "sliding_attention"]),
+                ),
+            ] {
+                let error = with(field, value).unwrap_err().to_string();
+                assert!(error.starts_with(field), "{pack}: {error}");
+            }
+        }
+    }
+
+    #[test]
     fn null_is_a_value_as_in_transformers() {
         for (pack, config) in packs() {
             let with = |path: &str| {

@@ -35,6 +35,7 @@ pub mod families;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod generate;
+pub mod generation_config;
 pub mod glm41v;
 pub mod glm4v;
 pub mod image;

@@ -19,10 +19,10 @@ use crate::cli::{self, Args, Command, DataCheckArgs, Note, PlanArgs, file};
 use crate::config::RunPlan;
 use crate::data::stream;
 use crate::device::{Devices, Nvidia};
+use crate::error::Failure;
 use crate::error::format::{ErrorFormat, last_value};
 use crate::error::output::print;
 use crate::error::threads::start_pool;
-use crate::error::{Failure, quoted};
 use crate::lang::{self, Lang};
 use crate::launch::hostfile;
 use crate::launch::rank::{RunSummary, StopFlag};
@@ -82,8 +82,7 @@ pub fn run_hooks(hooks: Hooks) -> ExitCode {
     // installed, it stays so.
     drop(signal_hook::flag::register(SIGXFSZ, Arc::default()));
     run_command(&hooks, &argv, format).unwrap_or_else(|failure| {
-        let typed: Vec<String> = argv.iter().map(|word| quoted(word)).collect();
-        let failure = failure.complete(&format!("launcher {}", typed.join(" ")));
+        let failure = failure.complete(&argv);
         format.print(&failure);
         failure.exit_code()
     })

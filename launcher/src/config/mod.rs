@@ -45,6 +45,7 @@ pub use defaults::{DEMO, Defaults, MODEL};
 pub use fault::{Fault, FaultKind, FaultPhase, NotFinite};
 pub(crate) use fault::{check_faults, fault_lines};
 pub use gpu::{Products, RunGpu};
+pub(crate) use numbers::exceeds_f16;
 pub use numbers::{GradDtype, Moments, Numbers, PureBf16Moments, PureBf16Weights, check_family};
 pub use offload::{NvmeIo, Offload, Tier};
 pub use optimizer_in_backward::OptimizerInBackward;

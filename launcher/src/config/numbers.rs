@@ -104,13 +104,17 @@ impl Numbers {
     }
 }
 
+/// Whether activations of `family` exceed the range of f16.
+pub(crate) const fn exceeds_f16(family: Family) -> bool {
+    matches!(family, Family::Glm4v | Family::Glm41v)
+}
+
 /// Checks that models of `family` can be trained in the configured precision.
 ///
 /// # Errors
 /// The precision is fp16 and the family is one of GLM-4, whose activations exceed the range of fp16 (exit 2).
 pub fn check_family(config: &RunConfig, family: Family) -> Result<(), Failure> {
-    let overflows = matches!(family, Family::Glm4v | Family::Glm41v);
-    if config.precision != PrecisionChoice::Fp16 || !overflows {
+    if config.precision != PrecisionChoice::Fp16 || !exceeds_f16(family) {
         return Ok(());
     }
     Err(Failure::usage(

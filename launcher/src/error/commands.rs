@@ -25,11 +25,11 @@ pub(crate) fn continue_run(directory: &Path) -> String {
 }
 
 impl Failure {
-    /// Makes command lines of the next steps that are flags alone: `command` with these flags. Later flags override
-    /// earlier ones.
-    pub(crate) fn complete(mut self, command: &str) -> Self {
+    /// Makes command lines of the next steps that are flags alone: the line `launcher` with the words `typed`, in which
+    /// these flags replace earlier ones.
+    pub(crate) fn complete(mut self, typed: &[String]) -> Self {
         for line in &mut self.next {
-            let completed = |lang| completed(command, line.get(lang));
+            let completed = |lang| completed(typed, line.get(lang));
             *line = Text::new(completed(Lang::En), completed(Lang::Zh));
         }
         self
@@ -37,7 +37,7 @@ impl Failure {
 }
 
 /// The step `line` as a command line, if it is flags alone.
-fn completed(command: &str, line: &str) -> String {
+fn completed(typed: &[String], line: &str) -> String {
     let (flags, reason) = match line.split_once(REASON) {
         Some((flags, reason)) => (flags, reason.strip_suffix(')')),
         None => (line, None),
@@ -46,7 +46,28 @@ fn completed(command: &str, line: &str) -> String {
         return line.to_owned();
     }
     let reason = reason.map_or_else(String::new, |text| format!("   # {text}"));
-    format!("{command} {flags}{reason}")
+    let kept = without(typed, flags);
+    format!("launcher {kept}{flags}{reason}")
+}
+
+/// The words `typed` for a shell, each with a blank after it, without the flags that `flags` has too.
+fn without(typed: &[String], flags: &str) -> String {
+    let name = |word: &str| {
+        let name = word.strip_prefix("--")?.split('=').next();
+        name.map(|name| name.replace('_', "-"))
+    };
+    let replaced: Vec<String> = flags.split_whitespace().filter_map(name).collect();
+    let mut kept = String::new();
+    let mut words = typed.iter().peekable();
+    while let Some(word) = words.next() {
+        if name(word).is_none_or(|name| !replaced.contains(&name)) {
+            kept += &quoted(word);
+            kept.push(' ');
+        } else if !word.contains('=') {
+            words.next_if(|value| !value.starts_with("--"));
+        }
+    }
+    kept
 }
 
 /// Whether `text` consists of flags, each with at most one value, and no placeholder.
@@ -74,8 +95,9 @@ mod tests {
             .next("--rank-is node: each process is a machine")
             .next("--hostfile FILE")
             .next("launcher doctor");
+        let typed = ["--data", "a b"].map(str::to_owned);
         assert_eq!(
-            failure.complete("launcher --data 'a b'").next,
+            failure.complete(&typed).next,
             [
                 "launcher --data 'a b' --zero 3 --offload cpu   # plan: 5.0G, fits",
                 "launcher --data 'a b' --offload none",
@@ -85,6 +107,25 @@ mod tests {
                 "launcher doctor",
             ]
         );
+    }
+
+    #[test]
+    fn suggested_flags_replace_typed_ones() {
+        for typed in [
+            "eval --nproc 5 x.json --mp-size 2",
+            "eval --nproc=5 x.json --mp_size=2 --nproc 7",
+        ] {
+            let typed: Vec<String> = typed.split(' ').map(str::to_owned).collect();
+            let suggested = |flags: &str| {
+                let failure = Failure::usage("t", "c").next(flags.to_owned());
+                failure.complete(&typed).next.remove(0).to_string()
+            };
+            assert!(suggested("--zero 3").starts_with("launcher eval --nproc"));
+            assert_eq!(
+                suggested("--nproc 6 --mp-size 3"),
+                "launcher eval x.json --nproc 6 --mp-size 3"
+            );
+        }
     }
 
     #[test]

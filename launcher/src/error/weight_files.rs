@@ -261,10 +261,9 @@ pub(super) fn pointer_report(path: &Path, size: u64, hash: &str) -> Failure {
     incomplete(
         directory(path),
         text!(
-            "{} is a git-lfs pointer, not the {} file it stands for",
-            "{} 是 git-lfs 指针，而不是它所代表的 {} 的文件",
-            file_name(path),
-            bytes(size)
+            "{} is a git-lfs pointer, not the file that it stands for",
+            "{} 是 git-lfs 指针，而不是它所代表的文件",
+            file_name(path)
         ),
     )
     .evidence(text!(
@@ -432,7 +431,8 @@ mod tests {
         let text = failure.to_string();
         for part in [
             "git-lfs pointer",
-            "4.6G",
+            "not the file that it stands for",
+            "expected 4 903 351 912 bytes",
             "sha256:abc",
             "2 of 2 tensors in it, first: x",
             "git lfs pull",

@@ -321,9 +321,13 @@ pub(crate) fn lines(described: Option<StagesEvent>) -> Vec<Event> {
     let mut lines = vec![Event::Stages(event)];
     if micro_batches < stages {
         let less = 100.0 * bubble(stages, 4 * stages);
+        let keep = match micro_batches {
+            1 => "micro-batch keeps",
+            _ => "micro-batches keep",
+        };
         lines.push(Event::Warning {
             text: text!(
-                "{micro_batches} micro-batches keep {stages} pipeline stages waiting {waits:.0} % of a step: --gradient-accumulation-steps {} waits {less:.0} %",
+                "{micro_batches} {keep} {stages} pipeline stages waiting {waits:.0} % of a step: --gradient-accumulation-steps {} waits {less:.0} %",
                 "{micro_batches} 个微批使 {stages} 个流水线段有 {waits:.0} % 的时间在等待：--gradient-accumulation-steps {} 时为 {less:.0} %",
                 4 * stages
             ),
@@ -335,6 +339,33 @@ pub(crate) fn lines(described: Option<StagesEvent>) -> Vec<Event> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn few_micro_batches_are_named_with_a_number_that_waits_less() {
+        let event = |micro_batches| StagesEvent {
+            units: vec![3; 4],
+            operations_percent: vec![25.0; 4],
+            bytes_percent: vec![25.0; 4],
+            boundary_bytes: vec![1; 3],
+            data_ranks: 1,
+            micro_batches,
+            waiting_percent: 100.0 * bubble(4, micro_batches),
+        };
+        for (micro_batches, words) in [
+            (1, "1 micro-batch keeps 4 pipeline stages waiting 75 %"),
+            (2, "2 micro-batches keep 4 pipeline stages waiting 60 %"),
+        ] {
+            let [_, Event::Warning { text }] = &lines(Some(event(micro_batches)))[..] else {
+                panic!("a warning");
+            };
+            assert!(text.starts_with(words), "{text}");
+            assert!(
+                text.contains("--gradient-accumulation-steps 16 waits 16 %"),
+                "{text}"
+            );
+        }
+        assert_eq!(lines(Some(event(4))).len(), 1);
+    }
 
     #[test]
     fn more_micro_batches_wait_less() {

@@ -1,9 +1,10 @@
 //! Self-attention with per-expert projections; text and image tokens attend to each other in one softmax.
 
-use super::config::{Edition, LanguageConfig};
+use super::config::Edition;
 use super::experts::PerExpert;
 use crate::autograd::{Scope, Var};
 use crate::batch::Batch;
+use crate::config::LanguageConfig;
 use crate::error::Result;
 use crate::generate::CachedLayer;
 use crate::nn::{FusedLinear, Linear, Prefix};

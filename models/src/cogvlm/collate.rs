@@ -69,7 +69,7 @@ impl CogVlm {
 
     fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
         let (language, options) = (&self.config().language, self.options());
-        let (d, theta) = (language.head_dim, language.rope_theta);
+        let (d, theta) = (language.head_dim, language.rope_theta as f32);
         rotary(positions, d, theta, options.rotary_dtype(), backend)
     }
 
@@ -89,7 +89,7 @@ impl CogVlm {
         tokens: impl Iterator<Item = (i32, bool)>,
         backend: &dyn Backend,
     ) -> Result<Option<Tensor>> {
-        let pad = self.config().language.pad;
+        let pad = self.config().pad;
         let rows = tokens.enumerate();
         let rows = rows.filter(|(_, (id, text))| *id == pad && *text);
         let rows: Vec<i32> = rows.map(|(row, _)| row as i32).collect();

@@ -3,14 +3,15 @@
 //! The files have no `model_type`. The class in `architectures` and the fields identify the family.
 
 use crate::config::{
-    ConfigError, Fields, Rope, at_most, divisible, grid, reads_config_json, same, size, unsupported,
+    ConfigError, Fields, LanguageConfig, LanguageKeys, Rope, at_most, divisible, grid,
+    reads_config_json, same, size, unsupported,
 };
 use crate::eva::EvaConfig;
 
 /// Base of the rotary frequencies of CogVLM and CogAgent, a constant of the published code.
-const THETA: f32 = 10_000.0;
+const THETA: f64 = 10_000.0;
 /// Base of the rotary frequencies of CogVLM2.
-const THETA_2: f32 = 500_000.0;
+const THETA_2: f64 = 500_000.0;
 
 /// Which published family a checkpoint belongs to: CogVLM, CogAgent or CogVLM2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,37 +44,6 @@ pub struct CogConfig {
     pub edition: Edition,
     /// Sizes of the language decoder.
     pub language: LanguageConfig,
-    /// Sizes of the EVA vision tower.
-    pub vision: EvaConfig,
-    /// Sizes of CogAgent's second vision tower; absent in the other families.
-    pub cross: Option<CrossConfig>,
-    /// Prompt template that is used unless the run chooses another.
-    pub template: TemplateVersion,
-}
-
-/// Sizes and special tokens of the language decoder.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LanguageConfig {
-    /// Width of the decoder's residual stream: elements of one token's hidden state.
-    pub hidden_size: usize,
-    /// Inner width of each expert's gated MLP, and of the projector's.
-    pub intermediate_size: usize,
-    /// Number of decoder layers.
-    pub num_layers: usize,
-    /// Number of query heads per layer.
-    pub num_heads: usize,
-    /// Number of key and value heads per layer; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Elements of one attention head.
-    pub head_dim: usize,
-    /// Number of token ids: rows of the embedding and of the output head.
-    pub vocab_size: usize,
-    /// Epsilon that every RMSNorm of the decoder adds to the mean square.
-    pub rms_norm_eps: f64,
-    /// Base (theta) of the rotary position embedding's frequencies.
-    pub rope_theta: f32,
-    /// Standard deviation of the normal distribution of random initial weights.
-    pub initializer_range: f64,
     /// Id of the token before every sample.
     pub bos: i32,
     /// Id of the token after every answer.
@@ -81,6 +51,12 @@ pub struct LanguageConfig {
     /// Id of the padding token, also the placeholder that image features replace; its embedding gets no
     /// gradient.
     pub pad: i32,
+    /// Sizes of the EVA vision tower.
+    pub vision: EvaConfig,
+    /// Sizes of CogAgent's second vision tower; absent in the other families.
+    pub cross: Option<CrossConfig>,
+    /// Prompt template that is used unless the run chooses another.
+    pub template: TemplateVersion,
 }
 
 /// Sizes of CogAgent's second vision tower (EVA2-CLIP-L) and of the cross-attention that reads it.
@@ -129,10 +105,25 @@ impl CogConfig {
                 found: architecture(fields)?,
             });
         };
-        fields.expect_flag("tie_word_embeddings", false)?;
+        let text = fields.language()?;
+        fields.untied(text)?;
         let template: Option<String> = fields.optional("template_version")?;
         let template = template_of(template.as_deref())?;
-        let language = LanguageConfig::read(fields, edition)?;
+        let language = edition.language(text)?;
+        let token = |field: &'static str| -> Result<i32, ConfigError> {
+            let id: i32 = match text.optional(field)? {
+                Some(id) => id,
+                None => fields.required(field)?,
+            };
+            match usize::try_from(id) {
+                Ok(inside) if inside < language.vocab_size => Ok(id),
+                _ => Err(unsupported(
+                    field,
+                    id.to_string(),
+                    "a token of the vocabulary",
+                )),
+            }
+        };
         let cross = match edition {
             Edition::CogAgent => Some(CrossConfig::read(fields, language.num_heads)?),
             Edition::CogVlm | Edition::CogVlm2 => None,
@@ -143,6 +134,9 @@ impl CogConfig {
         }
         Ok(Self {
             edition,
+            bos: token("bos_token_id")?,
+            eos: token("eos_token_id")?,
+            pad: token("pad_token_id")?,
             language,
             vision,
             cross,
@@ -186,59 +180,21 @@ impl Edition {
             _ => None,
         })
     }
-}
 
-impl LanguageConfig {
-    /// `top` is the whole file, `fields` below are those of the language model.
-    fn read(top: Fields<'_>, edition: Edition) -> Result<Self, ConfigError> {
-        let fields = top.language()?;
-        fields.expect_flag("tie_word_embeddings", false)?;
-        fields.expect::<String>("hidden_act", "silu")?;
-        let heads = fields.size("num_attention_heads")?;
-        let kv_heads = fields.or("num_multi_query_heads", heads)?;
-        divisible("num_attention_heads", heads, kv_heads)?;
-        let hidden_size = fields.size("hidden_size")?;
-        let head_dim = divisible("hidden_size", hidden_size, heads)?;
-        // Rotary positions rotate halves of a head.
-        divisible("hidden_size / num_attention_heads", head_dim, 2)?;
-        at_most("hidden_size / num_attention_heads", head_dim, 128)?;
-        let rope_theta = match edition {
-            Edition::CogVlm2 => THETA_2,
-            Edition::CogVlm | Edition::CogAgent => THETA,
+    /// The fields of the language model.
+    fn language(self, fields: Fields<'_>) -> Result<LanguageConfig, ConfigError> {
+        let rope_theta = match self {
+            Self::CogVlm2 => THETA_2,
+            Self::CogVlm | Self::CogAgent => THETA,
         };
         let rope = Rope::read(fields)?;
-        rope.constant("rope_theta", rope_theta.into())?;
+        rope.constant("rope_theta", rope_theta)?;
         rope.constant("partial_rotary_factor", 1.0)?;
-        let vocab_size = fields.size("vocab_size")?;
-        let token = |field: &'static str| -> Result<i32, ConfigError> {
-            let id: i32 = match fields.optional(field)? {
-                Some(id) => id,
-                None => top.required(field)?,
-            };
-            match usize::try_from(id) {
-                Ok(inside) if inside < vocab_size => Ok(id),
-                _ => Err(unsupported(
-                    field,
-                    id.to_string(),
-                    "a token of the vocabulary",
-                )),
-            }
+        let keys = LanguageKeys {
+            num_kv_heads: |fields, heads| fields.size_or("num_multi_query_heads", heads),
+            ..LanguageKeys::TRANSFORMERS
         };
-        Ok(Self {
-            hidden_size,
-            intermediate_size: fields.size("intermediate_size")?,
-            num_layers: fields.size("num_hidden_layers")?,
-            num_heads: heads,
-            num_kv_heads: kv_heads,
-            head_dim,
-            vocab_size,
-            rms_norm_eps: fields.positive("rms_norm_eps")?,
-            rope_theta,
-            initializer_range: fields.positive_or("initializer_range", 0.02)?,
-            bos: token("bos_token_id")?,
-            eos: token("eos_token_id")?,
-            pad: token("pad_token_id")?,
-        })
+        LanguageConfig::read(fields, &keys, rope_theta)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::config::CogConfig;
 use crate::data::conversation::control_tokens;
+use crate::generation_config::stop_ids;
 use crate::processor::ProcessorError;
 use crate::text::Tokenizer;
 use std::path::Path;
@@ -27,6 +28,8 @@ pub struct CogProcessor {
     pub(super) tokenizer: Tokenizer,
     /// Tokens that are plain text where a user types them.
     pub(super) control: Vec<String>,
+    /// Tokens that end an answer.
+    pub(super) stop_ids: Vec<i32>,
 }
 
 impl CogProcessor {
@@ -43,10 +46,12 @@ impl CogProcessor {
             .collect();
         let texts = CONTROL.into_iter().chain(named.iter().map(String::as_str));
         let control = control_tokens(&tokenizer, texts);
+        let stop_ids = stop_ids(dir, [config.eos])?;
         Ok(Self {
             config,
             tokenizer,
             control,
+            stop_ids,
         })
     }
 

@@ -127,11 +127,10 @@ impl CogProcessor {
         images: usize,
         style: PromptStyle,
     ) -> Result<(Vec<i32>, Vec<(usize, usize)>), SampleError> {
-        let language = &self.config.language;
-        let mut ids = vec![language.bos];
+        let mut ids = vec![self.config.bos];
         let mut bounds = Vec::new();
         if images > 0 {
-            ids.resize(1 + self.places(), language.pad);
+            ids.resize(1 + self.places(), self.config.pad);
             bounds.push((1, ids.len()));
         }
         ids.extend(self.tokenize(&text.turns.render(self.config.edition, style))?);
@@ -161,7 +160,7 @@ impl CogProcessor {
         let limit = options.model_max_length;
         match style.source {
             PromptSource::Hub => {
-                input_ids.push(self.config.language.eos);
+                input_ids.push(self.config.eos);
                 input_ids.truncate(limit);
             }
             PromptSource::Sat => {
@@ -178,7 +177,7 @@ impl CogProcessor {
                 let cut =
                     limit.saturating_sub(features + CUT_ROOM) + expanded * (self.places() - 1);
                 input_ids.truncate(cut);
-                input_ids.push(self.config.language.eos);
+                input_ids.push(self.config.eos);
             }
         }
         let kept = input_ids.len();
@@ -305,11 +304,11 @@ impl Processor for CogProcessor {
     }
 
     fn turn_end(&self) -> i32 {
-        self.config.language.eos
+        self.config.eos
     }
 
     fn stop_ids(&self) -> Vec<i32> {
-        vec![self.config.language.eos]
+        self.stop_ids.clone()
     }
 }
 

@@ -35,9 +35,9 @@ impl Glm41v {
         positions: &[Vec<i32>; 3],
         backend: &dyn Backend,
     ) -> Result<Rotary> {
-        let language = &self.config().language;
-        let frequencies = rope_frequencies(language.rotary_dim, language.rope_theta as f32);
-        let angles = mrope_angles(positions, &frequencies, &language.mrope_section);
+        let config = self.config();
+        let frequencies = rope_frequencies(config.rotary_dim, config.language.rope_theta as f32);
+        let angles = mrope_angles(positions, &frequencies, &config.mrope_section);
         let dtype = self.options().rotary_dtype();
         let layout = RopeLayout::Interleaved;
         rotary_of(angles, frequencies.len(), layout, dtype, backend)

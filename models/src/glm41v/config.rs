@@ -2,7 +2,8 @@
 //! have to.
 
 use crate::config::{
-    ConfigError, Fields, Rope, at_most, divisible, grid, reads_config_json, same, size, unsupported,
+    ConfigError, Fields, HeadDim, LanguageConfig, LanguageKeys, Rope, at_most, divisible, grid,
+    reads_config_json, same, size, unsupported,
 };
 
 /// Configuration of a model of the GLM-4.1V line.
@@ -12,6 +13,11 @@ pub struct Glm41vConfig {
     pub network: Network,
     /// Sizes of the language decoder.
     pub language: LanguageConfig,
+    /// Number of elements at the front of a head that the rotary embedding rotates; the others pass unchanged.
+    pub rotary_dim: usize,
+    /// M-RoPE sections: numbers of consecutive rotary frequencies that follow the time, row and column
+    /// position, in this order, repeated.
+    pub mrope_section: Vec<usize>,
     /// Sizes of the vision tower and its merger.
     pub vision: VisionConfig,
     /// Ids of the tokens that end an answer.
@@ -37,38 +43,20 @@ impl Network {
             _ => Err(ConfigError::UnsupportedModel { found: model_type }),
         }
     }
-}
 
-/// Sizes of the language decoder.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LanguageConfig {
-    /// Width of the decoder's residual stream: elements of one token's hidden state.
-    pub hidden_size: usize,
-    /// Inner width of the gated MLP in each block.
-    pub intermediate_size: usize,
-    /// Number of decoder blocks.
-    pub num_layers: usize,
-    /// Number of query heads per block.
-    pub num_heads: usize,
-    /// Number of key and value heads per block; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Elements of one attention head.
-    pub head_dim: usize,
-    /// Number of elements at the front of a head that the rotary embedding rotates; the others pass unchanged.
-    pub rotary_dim: usize,
-    /// M-RoPE sections: numbers of consecutive rotary frequencies that follow the time, row and column
-    /// position, in this order, repeated.
-    pub mrope_section: Vec<usize>,
-    /// Base (theta) of the rotary position embedding's frequencies.
-    pub rope_theta: f64,
-    /// Whether queries, keys and values have a bias.
-    pub attention_bias: bool,
-    /// Number of token ids: rows of the embedding and of the output head.
-    pub vocab_size: usize,
-    /// Epsilon that every norm of the decoder adds to the mean square.
-    pub rms_norm_eps: f64,
-    /// Standard deviation of the normal distribution of random initial weights.
-    pub initializer_range: f64,
+    /// Names of the fields of the language model.
+    fn keys(self) -> LanguageKeys {
+        LanguageKeys {
+            default_eps: Some(1e-5),
+            head_dim: match self {
+                Self::Glm41v => HeadDim::Implied,
+                Self::GlmOcr => HeadDim::Own("head_dim", None),
+            },
+            // A part of a head rotates.
+            head_multiple: 1,
+            ..LanguageKeys::TRANSFORMERS
+        }
+    }
 }
 
 /// Sizes of the vision tower and of its merger, which projects 2 x 2 patches to one feature for the language
@@ -116,21 +104,22 @@ reads_config_json!(Glm41vConfig);
 
 impl Glm41vConfig {
     fn read(fields: Fields<'_>) -> Result<Self, ConfigError> {
-        const TIED: &str = "tie_word_embeddings";
         let network = Network::of(fields.nullable("model_type")?.unwrap_or_default())?;
         let text = fields.language()?;
-        if fields.flag(TIED, false)? || text.flag(TIED, false)? {
-            return Err(unsupported(TIED, "true".to_owned(), "false"));
-        }
-        let eos_ids = match fields.eos_ids()? {
-            None => text.eos_ids()?,
-            own => own,
-        };
+        fields.untied(text)?;
+        let rope = Rope::read(text)?;
+        // Defaults are those of transformers, used where a file has no value.
+        let language =
+            LanguageConfig::read(text, &network.keys(), rope.number("rope_theta", 1e4)?)?;
+        let factor = rope.number("partial_rotary_factor", 1.0)?;
+        let sections = rope.own("mrope_section")?;
         let config = Self {
             network,
-            language: LanguageConfig::read(text, network)?,
+            rotary_dim: (language.head_dim as f64 * factor) as usize,
+            mrope_section: sections.unwrap_or_else(|| vec![8, 12, 12]),
+            language,
             vision: VisionConfig::read(fields, network)?,
-            eos_ids: eos_ids.unwrap_or_default(),
+            eos_ids: fields.eos_ids_of_both(text)?,
             image_token_id: fields.optional("image_token_id")?,
         };
         config.check()?;
@@ -139,22 +128,19 @@ impl Glm41vConfig {
 
     fn check(&self) -> Result<(), ConfigError> {
         let (language, vision) = (&self.language, &self.vision);
-        divisible(
-            "num_attention_heads",
-            language.num_heads,
-            language.num_kv_heads,
-        )?;
-        at_most("hidden_size / num_attention_heads", language.head_dim, 128)?;
-        divisible("partial_rotary_factor * head size", language.rotary_dim, 2)?;
+        for section in &self.mrope_section {
+            size("mrope_section", *section)?;
+        }
+        divisible("partial_rotary_factor * head size", self.rotary_dim, 2)?;
         at_most(
             "partial_rotary_factor * head size",
-            language.rotary_dim,
+            self.rotary_dim,
             language.head_dim,
         )?;
         same(
             "the sum of mrope_section",
-            language.mrope_section.iter().sum(),
-            language.rotary_dim / 2,
+            self.mrope_section.iter().sum(),
+            self.rotary_dim / 2,
         )?;
         same(
             "vision_config.out_hidden_size",
@@ -169,52 +155,6 @@ impl Glm41vConfig {
             128,
         )?;
         Ok(())
-    }
-}
-
-impl LanguageConfig {
-    fn read(fields: Fields<'_>, network: Network) -> Result<Self, ConfigError> {
-        fields.expect::<String>("hidden_act", "silu")?;
-        fields.no_dropout("attention_dropout")?;
-        fields.full_attention()?;
-        let rope = Rope::read(fields)?;
-        // Defaults are those of transformers, used where a file has no value.
-        let rope_theta = rope.number("rope_theta", 1e4)?;
-        let factor = rope.number("partial_rotary_factor", 1.0)?;
-        let sections = rope.own("mrope_section")?;
-        let mrope_section: Vec<usize> = sections.unwrap_or_else(|| vec![8, 12, 12]);
-        for section in &mrope_section {
-            size("mrope_section", *section)?;
-        }
-        let hidden_size = fields.size("hidden_size")?;
-        let num_heads = fields.size("num_attention_heads")?;
-        let head_dim = match network {
-            Network::Glm41v => {
-                let implied = divisible("hidden_size", hidden_size, num_heads)?;
-                fields.implied("head_dim", implied)?;
-                implied
-            }
-            Network::GlmOcr => match fields.optional::<usize>("head_dim")? {
-                Some(_) => fields.size("head_dim")?,
-                None => divisible("hidden_size", hidden_size, num_heads)?,
-            },
-        };
-        Ok(Self {
-            hidden_size,
-            intermediate_size: fields.size("intermediate_size")?,
-            num_layers: fields.size("num_hidden_layers")?,
-            num_heads,
-            num_kv_heads: fields.size_or_null("num_key_value_heads", num_heads)?,
-            head_dim,
-            rotary_dim: (head_dim as f64 * factor) as usize,
-            mrope_section,
-            rope_theta,
-            // The published classes have it or not, whatever the file says.
-            attention_bias: network == Network::Glm41v,
-            vocab_size: fields.size("vocab_size")?,
-            rms_norm_eps: fields.positive_or("rms_norm_eps", 1e-5)?,
-            initializer_range: fields.positive_or("initializer_range", 0.02)?,
-        })
     }
 }
 

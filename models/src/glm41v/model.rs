@@ -63,7 +63,7 @@ impl Glm41v {
             Declared::new(options, tower, &LANGUAGE, |params| {
                 let vision = VisionTower::new(params, &config.vision);
                 let merger = Merger::new(params, &config.vision);
-                let language = Decoder::new(params, &decoder(&config.language))?;
+                let language = Decoder::new(params, &decoder(&config))?;
                 Ok((vision, merger, language))
             })?;
         Ok(Self {
@@ -103,7 +103,7 @@ impl VisionLanguageModel for Glm41v {
     }
 
     fn cache_shape(&self) -> CacheShape {
-        decoder(&self.config.language).cache_shape(self.dtype())
+        decoder(&self.config).cache_shape(self.dtype())
     }
 
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {

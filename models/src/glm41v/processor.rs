@@ -9,6 +9,7 @@ use super::resize::ImageLimits;
 use super::thinking;
 use crate::config::{ConfigError, size, unsupported};
 use crate::data::conversation::control_tokens;
+use crate::generation_config::stop_ids;
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor, settings_of};
 use crate::text::{Tokenizer, TokenizerError};
 
@@ -282,10 +283,7 @@ impl Glm41vProcessor {
         ] {
             tokenizer.id(text)?;
         }
-        let mut stop_ids = model.eos_ids;
-        if !stop_ids.contains(&ids.end) {
-            stop_ids.push(ids.end);
-        }
+        let stop_ids = stop_ids(dir, model.eos_ids.into_iter().chain([ids.end]))?;
         Ok(Self {
             config,
             video_limits: match model.network {

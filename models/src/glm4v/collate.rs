@@ -27,10 +27,10 @@ impl Glm4v {
 
     /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions`.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
-        let language = &self.config().language;
+        let config = self.config();
         let table = RotaryTable {
-            frequencies: rope_frequencies(language.rotary_dim(), language.rope_theta as f32),
-            layout: language.rope_layout,
+            frequencies: rope_frequencies(config.rotary_dim(), config.language.rope_theta as f32),
+            layout: config.rope_layout,
         };
         table.rotary(positions, self.options().rotary_dtype(), backend)
     }

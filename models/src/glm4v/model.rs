@@ -60,7 +60,7 @@ impl Glm4v {
             Declared::new(options, tower, &LANGUAGE, |params| {
                 let vision = EvaTower::new(params, "transformer.vision", &config.vision);
                 let projector = Projector::new(params, &config);
-                let language = Decoder::new(params, &decoder(&config.language))?;
+                let language = Decoder::new(params, &decoder(&config))?;
                 Ok((vision, projector, language))
             })?;
         Ok(Self {
@@ -98,7 +98,7 @@ impl VisionLanguageModel for Glm4v {
     }
 
     fn cache_shape(&self) -> CacheShape {
-        decoder(&self.config.language).cache_shape(self.dtype())
+        decoder(&self.config).cache_shape(self.dtype())
     }
 
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {

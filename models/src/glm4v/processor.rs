@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::config::Glm4vConfig;
+use crate::generation_config::stop_ids;
 use crate::processor::ProcessorError;
 use crate::text::{Tokenizer, TokenizerError};
 
@@ -67,13 +68,11 @@ impl Glm4vProcessor {
         let model = Glm4vConfig::load(dir)?;
         let tokenizer = Tokenizer::load(dir)?;
         let ids = MarkerIds::find(&tokenizer)?;
-        let mut stop_ids = model.eos_ids.clone();
+        let mut ends = model.eos_ids.clone();
         for text in [marker::IMAGE, marker::USER, "<|observation|>"] {
-            let id = tokenizer.id(text)?;
-            if !stop_ids.contains(&id) {
-                stop_ids.push(id);
-            }
+            ends.push(tokenizer.id(text)?);
         }
+        let stop_ids = stop_ids(dir, ends)?;
         Ok(Self {
             tokenizer,
             ids,

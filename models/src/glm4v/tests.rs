@@ -91,6 +91,16 @@ fn unsupported_configurations_are_refused() {
         *config.pointer_mut(pointer).unwrap() = value;
         assert!(parse(&config).is_err(), "{pointer}");
     }
+    for field in ["pre_seq_len", "quantization_bit"] {
+        let with = |value| {
+            let mut config = published();
+            config[field] = value;
+            parse(&config)
+        };
+        let error = with(json!(8)).unwrap_err().to_string();
+        assert!(error.contains(field), "{error}");
+        assert_eq!(with(json!(0)).unwrap(), with(json!(null)).unwrap());
+    }
 }
 
 #[test]

@@ -26,9 +26,9 @@ impl MiniCpm {
 
     /// Cosines and sines of the decoder's rotary position embedding for tokens at `positions`.
     pub(super) fn rotary(&self, positions: &[i32], backend: &dyn Backend) -> Result<Rotary> {
-        let language = &self.config().language;
+        let (config, language) = (self.config(), &self.config().language);
         let mut frequencies = rope_frequencies(language.head_dim, language.rope_theta as f32);
-        if let Some(long) = &language.long_rope {
+        if let Some(long) = &config.long_rope {
             let tokens = positions.iter().max().map_or(0, |last| *last as usize + 1);
             if long.most_tokens.is_some_and(|most| tokens > most) {
                 return Err(ModelError::Config {

@@ -1,8 +1,8 @@
 //! `config.json` of MiniCPM-V and MiniCPM-o, releases 2.6, 4.0 and 4.5, checked once, so that model code does not have to.
 
 use crate::config::{
-    ConfigError, Fields, MAX_GRID, Rope, at_most, divisible, grid, reads_config_json, size,
-    unsupported,
+    ConfigError, Fields, HeadDim, LanguageConfig, LanguageKeys, MAX_GRID, Rope, at_most, divisible,
+    grid, reads_config_json, size, unsupported,
 };
 use crate::families::NEW_MINICPM;
 use serde_json::Value;
@@ -43,6 +43,10 @@ pub struct MiniCpmConfig {
     pub release: Release,
     /// Sizes of the language decoder.
     pub language: LanguageConfig,
+    /// Factors on the wavelengths of the rotary position embedding, in release 4.0.
+    pub long_rope: Option<LongRope>,
+    /// Whether the output head uses the weight of the token embedding.
+    pub tie_word_embeddings: bool,
     /// Sizes of the SigLIP vision tower.
     pub vision: VisionConfig,
     /// Number of image tokens per slice, which is the number of the resampler's queries.
@@ -56,39 +60,6 @@ pub struct MiniCpmConfig {
     pub use_image_id: bool,
     /// Rules by which large images are cut into cells.
     pub slicing: SlicingConfig,
-}
-
-/// Sizes of the language decoder.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LanguageConfig {
-    /// Width of the decoder's residual stream: elements of one token's hidden state.
-    pub hidden_size: usize,
-    /// Inner width of the gated MLP in each block.
-    pub intermediate_size: usize,
-    /// Number of decoder blocks.
-    pub num_layers: usize,
-    /// Number of query heads per block.
-    pub num_heads: usize,
-    /// Number of key and value heads per block; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Elements of one attention head; `num_heads * head_dim` may differ from `hidden_size` in releases 4.0 and 4.5.
-    pub head_dim: usize,
-    /// Whether queries, keys and values have a bias.
-    pub qkv_bias: bool,
-    /// Whether query and key heads have RMSNorms of their own.
-    pub head_norms: bool,
-    /// Number of token ids: rows of the embedding and of the output head.
-    pub vocab_size: usize,
-    /// Epsilon that every RMSNorm of the decoder adds to the mean square.
-    pub rms_norm_eps: f64,
-    /// Base (theta) of the rotary position embedding's frequencies.
-    pub rope_theta: f64,
-    /// Factors on the wavelengths of the rotary position embedding, in release 4.0.
-    pub long_rope: Option<LongRope>,
-    /// Whether the output head uses the weight of the token embedding.
-    pub tie_word_embeddings: bool,
-    /// Standard deviation of the normal distribution of random initial weights.
-    pub initializer_range: f64,
 }
 
 /// Factors on the wavelengths of a rotary position embedding (`longrope`).
@@ -140,13 +111,17 @@ impl MiniCpmConfig {
         let (family, release) = Family::read(fields)?;
         check_supported(fields)?;
         let text = fields.language()?;
-        let mut language = LanguageConfig::read(text, release)?;
-        language.tie_word_embeddings = fields.flag_of_both("tie_word_embeddings", text)?;
+        let rope = release.rope(text)?;
+        // The class default, used where a file has no value.
+        let language =
+            LanguageConfig::read(text, &release.keys(), rope.number("rope_theta", 1e4)?)?;
         let drop_vision_last_layer = fields.flag("drop_vision_last_layer", true)?;
         let vision = VisionConfig::read(fields, drop_vision_last_layer)?;
         let config = Self {
             family,
             release,
+            long_rope: LongRope::read(text, &rope, language.head_dim)?,
+            tie_word_embeddings: fields.flag_of_both("tie_word_embeddings", text)?,
             language,
             slicing: SlicingConfig::read(fields, vision.patch_size)?,
             vision,
@@ -172,15 +147,7 @@ impl MiniCpmConfig {
 
     fn check(&self) -> Result<(), ConfigError> {
         let (language, vision) = (&self.language, &self.vision);
-        divisible(
-            "num_attention_heads",
-            language.num_heads,
-            language.num_kv_heads,
-        )?;
-        // rotary positions rotate halves of a head
-        divisible("hidden_size / num_attention_heads", language.head_dim, 2)?;
         divisible("hidden_size", language.hidden_size, RESAMPLER_HEAD_DIM)?;
-        at_most("hidden_size / num_attention_heads", language.head_dim, 128)?;
         at_most(
             "vision_config.hidden_size / num_attention_heads",
             vision.head_dim,
@@ -253,59 +220,45 @@ fn check_supported(fields: Fields<'_>) -> Result<(), ConfigError> {
     fields.no_dropout("vision_config.attention_dropout")
 }
 
-impl LanguageConfig {
-    fn read(fields: Fields<'_>, release: Release) -> Result<Self, ConfigError> {
-        fields.expect::<String>("hidden_act", "silu")?;
-        fields.expect_flag("use_sliding_window", false)?;
-        fields.full_attention()?;
-        fields.no_dropout("attention_dropout")?;
-        let hidden_size = fields.size("hidden_size")?;
-        let num_heads = fields.size("num_attention_heads")?;
-        let head_dim = match release {
-            Release::V2_6 => {
-                let implied = divisible("hidden_size", hidden_size, num_heads)?;
-                fields.implied("head_dim", implied)?;
-                implied
-            }
-            // The class default where the file has no value.
-            Release::V4_0 => match fields.optional::<usize>("head_dim")? {
-                Some(_) => fields.size("head_dim")?,
-                None => divisible("hidden_size", hidden_size, num_heads)?,
+impl Release {
+    /// Names of the fields of the language model.
+    fn keys(self) -> LanguageKeys {
+        LanguageKeys {
+            head_dim: match self {
+                Self::V2_6 => HeadDim::Implied,
+                Self::V4_0 => HeadDim::Own("head_dim", None),
+                // The class default.
+                Self::V4_5 => HeadDim::Own("head_dim", Some(128)),
             },
-            // The class default.
-            Release::V4_5 => fields.size_or("head_dim", 128)?,
-        };
-        let rope = match release {
-            Release::V4_0 => Rope::read_kinds(fields, &["default", "longrope"])?,
+            ..LanguageKeys::TRANSFORMERS
+        }
+    }
+
+    /// Rotary settings of the decoder. Fails if it computes anything else than that of this release.
+    fn rope(self, fields: Fields<'_>) -> Result<Rope<'_>, ConfigError> {
+        fields.expect_flag("use_sliding_window", false)?;
+        let rope = match self {
+            Self::V4_0 => Rope::read_kinds(fields, &["default", "longrope"])?,
             _ => Rope::read(fields)?,
         };
         rope.constant("partial_rotary_factor", 1.0)?;
-        if release == Release::V4_0 {
+        if self == Self::V4_0 {
             check_unscaled(fields)?;
         }
-        Ok(Self {
-            hidden_size,
-            intermediate_size: fields.size("intermediate_size")?,
-            num_layers: fields.size("num_hidden_layers")?,
-            num_heads,
-            num_kv_heads: fields.size_or_null("num_key_value_heads", num_heads)?,
-            head_dim,
-            qkv_bias: match release {
-                Release::V2_6 => true,
-                Release::V4_0 | Release::V4_5 => {
-                    fields.expect_flag("attention_bias", false)?;
-                    false
-                }
-            },
-            head_norms: release == Release::V4_5,
-            vocab_size: fields.size("vocab_size")?,
-            rms_norm_eps: fields.positive("rms_norm_eps")?,
-            // The class default, used where a file has no value.
-            rope_theta: rope.number("rope_theta", 1e4)?,
-            long_rope: LongRope::read(fields, &rope, head_dim)?,
-            tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
-            initializer_range: fields.positive_or("initializer_range", 0.02)?,
-        })
+        if !self.has_qkv_bias() {
+            fields.expect_flag("attention_bias", false)?;
+        }
+        Ok(rope)
+    }
+
+    /// Whether queries, keys and values have a bias.
+    pub(super) fn has_qkv_bias(self) -> bool {
+        self == Self::V2_6
+    }
+
+    /// Whether query and key heads have RMSNorms of their own.
+    pub(super) fn has_head_norms(self) -> bool {
+        self == Self::V4_5
     }
 }
 
@@ -538,8 +491,8 @@ mod tests {
 
     #[test]
     fn release_4_0_has_factors_of_its_rotary_wavelengths() {
-        let config = parse(&release_4_0(&longrope())).unwrap().language;
-        assert_eq!((config.qkv_bias, config.head_norms), (false, false));
+        let config = parse(&release_4_0(&longrope())).unwrap();
+        assert!(!config.release.has_qkv_bias() && !config.release.has_head_norms());
         let found = config.long_rope.unwrap();
         assert_eq!(
             (&found.factors[..], found.most_tokens),
@@ -547,9 +500,9 @@ mod tests {
         );
         let mut other = longrope();
         other["long_factor"][3] = json!(8.0);
-        let found = parse(&release_4_0(&other)).unwrap().language.long_rope;
+        let found = parse(&release_4_0(&other)).unwrap().long_rope;
         assert_eq!(found.unwrap().most_tokens, Some(64));
-        let plain = parse(&release_4_0(&Value::Null)).unwrap().language;
+        let plain = parse(&release_4_0(&Value::Null)).unwrap();
         assert_eq!(plain.long_rope, None);
         assert!(with("/rope_scaling", longrope()).is_err(), "release 2.6");
     }

@@ -58,7 +58,7 @@ impl MiniCpm {
         options: ModelOptions,
     ) -> Result<Self> {
         options.refuse_ptuning()?;
-        if config.language.tie_word_embeddings {
+        if config.tie_word_embeddings {
             return Err(ModelError::Config {
                 field: "tie_word_embeddings",
                 value: "true".into(),
@@ -69,7 +69,7 @@ impl MiniCpm {
             Declared::new(options, tower, &LANGUAGE, |params| {
                 let vision = VisionTower::new(params, &config.vision);
                 let resampler = Resampler::new(params, &config);
-                let language = Decoder::new(params, &decoder(&config.language))?;
+                let language = Decoder::new(params, &decoder(&config))?;
                 Ok((vision, resampler, language))
             })?;
         Ok(Self {
@@ -108,7 +108,7 @@ impl VisionLanguageModel for MiniCpm {
     }
 
     fn cache_shape(&self) -> CacheShape {
-        decoder(&self.config.language).cache_shape(self.dtype())
+        decoder(&self.config).cache_shape(self.dtype())
     }
 
     fn hidden<'m>(&'m self, tape: &Tape<'_, 'm>, batch: &'m Batch) -> Result<Var> {

@@ -8,6 +8,7 @@ use serde::Deserialize;
 use super::config::{MiniCpmConfig, Release, SlicingConfig};
 use crate::data::SINGLE_IMAGE;
 use crate::data::conversation::control_tokens;
+use crate::generation_config::stop_ids;
 use crate::processor::{Normalization, ProcessorError, agree, read_preprocessor};
 use crate::text::{ChatTemplate, Tokenizer, TokenizerError};
 
@@ -196,6 +197,8 @@ pub struct MiniCpmProcessor {
     pub(super) ids: MarkerIds,
     /// Tokens that are plain text where a user types them. `<image>` is not one: it is the mark of an image.
     pub(super) control: Vec<String>,
+    /// Tokens that end an answer.
+    pub(super) stop_ids: Vec<i32>,
     pub(super) vocab_size: usize,
     /// Whether the template writes thoughts.
     pub(super) thinks: bool,
@@ -223,11 +226,14 @@ impl MiniCpmProcessor {
         let vocab_size = model.language.vocab_size;
         let markers = config.markers.all();
         let control = control_tokens(&tokenizer, CONTROL.into_iter().chain(markers));
+        let padding = tokenizer.id("<|endoftext|>").ok();
+        let stop_ids = stop_ids(dir, [ids.eos, ids.turn_end].into_iter().chain(padding))?;
         Ok(Self {
             config,
             tokenizer,
             template,
             ids,
+            stop_ids,
             control,
             vocab_size,
             thinks: model.release == Release::V4_5,

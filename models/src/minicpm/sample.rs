@@ -135,11 +135,7 @@ impl Processor for MiniCpmProcessor {
     }
 
     fn stop_ids(&self) -> Vec<i32> {
-        let mut ids = vec![self.ids.eos, self.ids.turn_end];
-        ids.extend(self.tokenizer.id("<|endoftext|>").ok());
-        ids.sort_unstable();
-        ids.dedup();
-        ids
+        self.stop_ids.clone()
     }
 }
 

@@ -1,9 +1,10 @@
 //! What the golden packs do not cover, on a tiny model with random start values.
 
 use super::MiniCpm;
-use super::config::{Family, LanguageConfig, MiniCpmConfig, Release, SlicingConfig, VisionConfig};
+use super::config::{Family, MiniCpmConfig, Release, SlicingConfig, VisionConfig};
 use crate::ModelOptions;
 use crate::autograd::{AccessEvent, Dropout, ResidentParams, Tape};
+use crate::config::LanguageConfig;
 use crate::data::Slice;
 use crate::error::ModelError;
 use crate::generate::{GenerateOptions, Prompt, Sampling, cache_bytes, generate};
@@ -28,16 +29,14 @@ fn config() -> MiniCpmConfig {
             num_heads: 4,
             num_kv_heads: 2,
             head_dim: 32,
-            qkv_bias: true,
-            head_norms: false,
             vocab_size: 19,
             rms_norm_eps: 1e-6,
             rope_theta: 1e6,
-            long_rope: None,
-            tie_word_embeddings: false,
             // Larger than usual, so that a tiny model's logits differ.
             initializer_range: 0.2,
         },
+        long_rope: None,
+        tie_word_embeddings: false,
         vision: VisionConfig {
             hidden_size: 8,
             intermediate_size: 12,
@@ -464,7 +463,7 @@ fn contradicting_adapter_settings_are_refused() {
         );
     }
     let mut tied = config();
-    tied.language.tie_word_embeddings = true;
+    tied.tie_word_embeddings = true;
     assert!(build_model(tied, options(DType::F32)).is_err());
 }
 

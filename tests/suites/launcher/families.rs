@@ -1,6 +1,6 @@
 //! Every model family, from the command line to the exported directory.
 
-use crate::generate::run;
+use crate::generate::{refuse, run};
 use crate::site::{Site, golden, listing, losses, read_json, write_weights};
 use crate::tuning::journey;
 use kernels::DType;
@@ -83,6 +83,58 @@ families! {
     glm_4_6v_with_adapters 6
     minicpm_4_5_with_adapters 7
     cogagent_9b_with_adapters 8
+}
+
+/// A file that says nothing of tied heads, or that they are not tied, is trained, exported and resumed. The published
+/// checkpoints keep head and embedding apart, and a tied head is refused by its field.
+#[test]
+fn heads_of_minicpm_are_not_tied() {
+    for pack in ["minicpm-v-2_6", "minicpm-o-4_5"] {
+        let site = Site::with_family(pack);
+        let path = site.path("model/config.json");
+        let set = |tied: &Value| {
+            let mut config = read_json(&path);
+            let fields = config.as_object_mut().unwrap();
+            fields.remove("tie_word_embeddings");
+            if !tied.is_null() {
+                fields.insert("tie_word_embeddings".to_owned(), tied.clone());
+            }
+            fs::write(&path, config.to_string()).unwrap();
+        };
+        for (output, tied) in [("absent", json!(null)), ("apart", json!(false))] {
+            set(&tied);
+            let line = format!("--train embed_tokens,lm_head --output {output}");
+            site.train(&format!("{line} --max-steps 1"));
+            site.train(&format!("{line} --max-steps 2 --resume auto"));
+            assert_eq!(losses(&site.path(output)).len(), 2, "{pack}");
+            let exported = format!("exported-{output}");
+            run(
+                &site,
+                &format!("export {output} --merge --output {exported}"),
+            );
+            let config = read_json(&site.path(&exported).join("config.json"));
+            assert_eq!(config["tie_word_embeddings"], tied, "{pack}");
+            let [head, embedding] = ["llm.lm_head", "llm.model.embed_tokens"].map(|prefix| {
+                let [before, after] =
+                    ["model", &exported].map(|at| tensors(&site.path(at), prefix));
+                assert!(!before.is_empty() && before != after, "{pack}: {prefix}");
+                after.into_values().next()
+            });
+            assert!(head != embedding, "{pack}");
+        }
+        set(&json!(true));
+        let field = "tie_word_embeddings";
+        assert!(site.refuse("", 10, "E10").contains(field), "{pack}");
+        for line in [
+            "generate --model model --prompt Hello",
+            "eval --model model --data data/samples.json",
+            "plan --model model --data data/samples.json",
+            "synth --model-config model --output made",
+        ] {
+            refuse(&site, line, 10, "E10", &[field]);
+        }
+        assert!(!site.path("made").exists());
+    }
 }
 
 /// Bytes of the tensors of a directory whose names begin with `prefix`, by name.

@@ -3,7 +3,7 @@
 use crate::site::{Site, golden, listing, read_json};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -29,6 +29,8 @@ pub(crate) fn launcher(site: &Site) -> Command {
     command
         .current_dir(site.path(""))
         .env_clear()
+        // The fake driver starts a compiler.
+        .env("PATH", std::env::var_os("PATH").unwrap_or_default())
         .env("TMPDIR", site.path("tmp"))
         .envs(site.variables())
         .stdin(Stdio::null());
@@ -102,6 +104,107 @@ fn a_prompt_is_answered_on_standard_output() {
     assert_eq!(drawn(1), drawn(1));
     assert!((2..6).any(|seed| drawn(seed) != drawn(1)));
     assert_eq!(listing(&site.path("tmp")), Vec::<String>::new());
+}
+
+/// Writes `generation_config.json` of the site's model.
+fn generation_config(site: &Site, config: &Value) {
+    let path = site.path("model/generation_config.json");
+    fs::write(path, config.to_string()).unwrap();
+}
+
+#[test]
+fn tokens_that_generation_config_names_end_an_answer() {
+    for pack in ["minicpm-v-2_6", "glm-4v-9b", "glm-ocr", "cogvlm-chat-hf"] {
+        let site = Site::with_family(pack);
+        let answer = |ids: &Value| {
+            generation_config(&site, &json!({"eos_token_id": ids}));
+            let ask = "--prompt Hello --max-new-tokens 3 --json";
+            let record = run(&site, &format!("generate --model model {ask}")).json();
+            (
+                record["tokens"].as_u64().unwrap(),
+                record["stopped_by"].clone(),
+            )
+        };
+        assert_eq!(answer(&Value::Null), (3, json!("length")), "{pack}");
+        // The token that comes first ends an answer in a list, and alone. Once it is looked for, by halves.
+        let mut ids: Vec<usize> = (0..1024).collect();
+        assert_eq!(answer(&json!(ids)), (0, json!("end")), "{pack}");
+        while pack == "glm-4v-9b" && ids.len() > 1 {
+            let half = ids.split_off(ids.len() / 2);
+            if answer(&json!(ids)).0 > 0 {
+                ids = half;
+            }
+        }
+        if let [id] = ids[..] {
+            assert_eq!(answer(&json!(id)), (0, json!("end")), "{pack}");
+        }
+    }
+}
+
+#[test]
+fn settings_of_generation_config_that_are_not_used_are_named_and_kept_in_exports() {
+    let site = Site::with_family("minicpm-v-2_6");
+    let config = json!({"eos_token_id": [2], "do_sample": true, "temperature": 0.8, "top_p": 0.6,
+        "repetition_penalty": 1.05, "transformers_version": "4.44.0", "max_length": null});
+    generation_config(&site, &config);
+    let named = "generation_config.json: do_sample true, repetition_penalty 1.05, temperature 0.8, top_p 0.6 not used;";
+    let lines = |text: &str| text.matches(named).count();
+    let ask = "generate --model model --prompt Hello --max-new-tokens 3";
+    let said = run(&site, ask);
+    assert_eq!(lines(&said.stderr), 1, "{}", said.stderr);
+    // The most likely tokens all the same.
+    assert_eq!(run(&site, ask).stdout, said.stdout);
+    let eval = "eval --model model --data data/samples.json --max-new-tokens 2 --nproc 2";
+    let said = run(&site, eval);
+    assert_eq!(lines(&said.stderr), 1, "{}", said.stderr);
+    site.train("--max-steps 1 --lora-rank 2");
+    run(&site, "export out --merge --output merged");
+    assert_eq!(
+        read_json(&site.path("merged/generation_config.json")),
+        config
+    );
+    // Greedy settings need no line.
+    generation_config(&site, &json!({"do_sample": false, "temperature": 0.8}));
+    let said = run(&site, ask);
+    assert!(
+        !said.stderr.contains("generation_config"),
+        "{}",
+        said.stderr
+    );
+    generation_config(&site, &json!({"eos_token_id": "</s>"}));
+    refuse(
+        &site,
+        ask,
+        10,
+        "E10",
+        &["generation_config.json", "eos_token_id"],
+    );
+}
+
+#[test]
+fn files_in_f16_are_computed_in_f16_where_their_family_allows_it() {
+    for (pack, words) in [
+        ("minicpm-v-2_6", "parameters in f16 · "),
+        ("cogvlm-chat-hf", "parameters in f16 · "),
+        ("glm-4v-9b", "parameters in bf16 · "),
+        ("glm-ocr", "parameters in bf16 · "),
+    ] {
+        let site = Site::with_family(pack);
+        site.train("--max-steps 1 --train norm");
+        run(&site, "export out --merge --dtype f16 --output half");
+        let ask = "generate --model half --prompt Hello --max-new-tokens 2";
+        let said = run(&site, ask);
+        assert!(said.stderr.contains(words), "{pack}: {}", said.stderr);
+        let widened = said.stderr.contains("not in the files' f16");
+        assert_eq!(widened, pack.starts_with("glm"), "{pack}: {}", said.stderr);
+        let said = run(&site, &format!("{ask} --precision bf16"));
+        assert!(said.stderr.contains("in bf16 · "), "{}", said.stderr);
+        assert!(
+            !said.stderr.contains("not in the files'"),
+            "{}",
+            said.stderr
+        );
+    }
 }
 
 #[test]

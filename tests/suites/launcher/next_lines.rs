@@ -58,6 +58,19 @@ fn an_interrupted_run_continues_by_the_line_it_prints() {
 }
 
 #[test]
+fn a_suggested_flag_replaces_the_typed_one() {
+    let site = Site::new();
+    let outcome = site.run("--nproc 5 --mp-size 2 --max-steps 1 --gradient-accumulation-steps 1");
+    assert_eq!(outcome.code, Some(2), "{}", outcome.screen);
+    let [line] = &commands(&outcome.screen)[..] else {
+        panic!("one line: {}", outcome.screen);
+    };
+    assert_eq!(line.matches("--nproc").count(), 1, "{line}");
+    assert!(line.ends_with(" --nproc 6"), "{line}");
+    succeeds(&site, line, "");
+}
+
+#[test]
 fn data_that_cannot_be_read_is_answered_with_a_line_that_reads_it() {
     let site = Site::new();
     let talk =

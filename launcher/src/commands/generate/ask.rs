@@ -62,6 +62,9 @@ pub(crate) fn run(args: &GenerateArgs, asking: &mut Asking<'_>) -> Result<ExitCo
         ))
     })?;
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
+    if let (true, Some(line)) = (asking.is_first(), open.unused_settings()) {
+        note(line);
+    }
     let more = Args {
         model_max_length: Some(longest),
         max_slice_nums: Some(positive(slices, "--max-slice-nums")?),

@@ -72,6 +72,9 @@ pub(crate) fn run(mut args: EvalArgs, asking: &mut Asking<'_>) -> Result<ExitCod
         check_place(path)?;
     }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
+    if let (true, Some(line)) = (asking.is_first(), open.unused_settings()) {
+        note(line);
+    }
     let more = Args {
         per_device_eval_batch_size: Some(batch),
         model_max_length: Some(args.model_max_length.unwrap_or(DEFAULT_LENGTH)),

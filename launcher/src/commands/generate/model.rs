@@ -1,6 +1,6 @@
 //! A model directory, with an optional adapter, opened for generation.
 
-use crate::config::PrecisionChoice;
+use crate::config::{PrecisionChoice, exceeds_f16};
 use crate::error::failures::unusable;
 use crate::error::{Failure, chain, failures};
 use crate::lang::{Text, both, text};
@@ -12,10 +12,11 @@ use crate::units::seconds as format_seconds;
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
 use models::adapter::Adapter;
+use models::generation_config::{self, GenerationConfig};
 use models::places;
 use models::{
-    ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError, WeightSource,
-    open_model, open_processor,
+    Family, ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError,
+    WeightSource, open_model, open_processor,
 };
 use std::path::{Path, PathBuf};
 
@@ -24,11 +25,14 @@ pub(super) struct OpenModel {
     /// Directory of the model: the base, if an adapter is applied.
     pub(super) dir: PathBuf,
     pub(super) setup: Setup,
+    generation: GenerationConfig,
+    /// Whether the files are f16, whose range activations of this family exceed.
+    widened: bool,
 }
 
 impl OpenModel {
-    /// Opens the model directory `dir` and the adapter. Without a precision, f32 files are computed in f32 and all
-    /// others in bf16.
+    /// Opens the model directory `dir` and the adapter. Without a precision, the number format
+    /// is that of the files.
     pub(super) fn open(
         dir: &Path,
         adapter: Option<&Path>,
@@ -44,17 +48,22 @@ impl OpenModel {
             failures::check_directory(text!("use {}", "使用 {}", dir.display()), dir)?;
         }
         let processor = open_processor(dir).map_err(|e| unusable(dir, &e))?;
+        let generation = GenerationConfig::load(dir).map_err(|e| unusable(dir, &e))?;
         let mut weights = WeightSource::open(dir).map_err(|e| no_weights(dir, &e))?;
         if let Some(trained) = adapter.and_then(|dir| Checkpoint::open(dir).ok()) {
             // Adapters belong to the weights that they were trained beside.
             weights.quantize_on_read(quantize::recorded(trained.meta()));
         }
         let adapter = adapter.map(|dir| open_adapter(dir, &weights)).transpose()?;
+        let stored = stored_dtype(&weights);
+        let family = Family::of(dir).map_err(|e| unusable(dir, &e))?;
+        let widened = precision.is_none() && stored == DType::F16 && exceeds_f16(family);
         let dtype = match precision {
             Some(PrecisionChoice::F32) => DType::F32,
             Some(PrecisionChoice::Bf16 | PrecisionChoice::PureBf16) => DType::BF16,
             Some(PrecisionChoice::Fp16) => DType::F16,
-            None => stored_dtype(&weights),
+            None if widened => DType::BF16,
+            None => stored,
         };
         let mut options = ModelOptions::new(dtype);
         options.lora = adapter.as_ref().and_then(Adapter::lora);
@@ -78,7 +87,12 @@ impl OpenModel {
             weights: Some(weights),
             adapter,
         };
-        Ok(Self { dir: base, setup })
+        Ok(Self {
+            dir: base,
+            setup,
+            generation,
+            widened,
+        })
     }
 
     /// Directory of the adapter, if one is applied.
@@ -94,6 +108,22 @@ impl OpenModel {
         &*self.setup.processor
     }
 
+    /// Line about settings of the model's answers that are not used, if any.
+    pub(super) fn unused_settings(&self) -> Option<Text> {
+        let settings = self.generation.unused.iter();
+        let settings: Vec<String> = settings
+            .map(|(key, value)| format!("{key} {value}"))
+            .collect();
+        let named = settings.join(", ");
+        (!named.is_empty()).then(|| {
+            text!(
+                "note    {}: {named} not used; flags say how answers are drawn, and without them the most likely token is taken",
+                "提示    未使用 {} 的 {named}；采样方式由参数决定，未给出时取最可能的 token",
+                generation_config::FILE
+            )
+        })
+    }
+
     /// Line about the weights, which were read in `seconds`.
     pub(super) fn summary(&self, seconds: f64) -> Text {
         let model = self.model();
@@ -104,6 +134,12 @@ impl OpenModel {
             model.dtype(),
             format_seconds(seconds)
         );
+        if self.widened {
+            summary += both(
+                ", not in the files' f16, whose range its activations exceed",
+                "，而不是文件的 f16，其激活会超出 f16 的范围",
+            );
+        }
         if let Some(adapter) = &self.setup.adapter {
             let adapters = adapter.modules().count();
             let tensors = adapter.names().count() - 2 * adapters;
@@ -130,15 +166,20 @@ fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
     }
 }
 
-/// Dtype to compute with if the user chose none: f32 if all stored weights are f32, otherwise bf16.
+/// Dtype of the stored weights: f32 if all are f32, f16 if none is bf16, else bf16.
 fn stored_dtype(weights: &WeightSource) -> DType {
-    let wide = weights
+    let stored: Vec<DType> = weights
         .names()
         // A quantized weight has the precision of no float.
         .filter(|name| weights.quantization(name).is_none())
         .filter_map(|name| weights.dtype(name))
-        .all(|dtype| dtype == DType::F32);
-    if wide { DType::F32 } else { DType::BF16 }
+        .collect();
+    let has = |dtype| stored.contains(&dtype);
+    match (has(DType::BF16), has(DType::F16)) {
+        (false, true) => DType::F16,
+        (false, false) if stored.iter().all(|dtype| *dtype == DType::F32) => DType::F32,
+        _ => DType::BF16,
+    }
 }
 
 fn no_weights(dir: &Path, error: &WeightError) -> Failure {

@@ -334,7 +334,6 @@ fn first_of(eos: &[i32], size: usize, count: usize) -> usize {
 }
 
 fn cog(config: &CogConfig) -> ModelFiles {
-    let language = &config.language;
     let [bos, eos, pad] = match config.edition {
         Edition::CogVlm | Edition::CogAgent => ["<s>", "</s>", "<unk>"],
         Edition::CogVlm2 => [
@@ -343,12 +342,8 @@ fn cog(config: &CogConfig) -> ModelFiles {
             "<|reserved_special_token_0|>",
         ],
     };
-    let mut vocabulary = Vocabulary::of_bytes(language.vocab_size);
-    for (id, token) in [
-        (language.bos, bos),
-        (language.eos, eos),
-        (language.pad, pad),
-    ] {
+    let mut vocabulary = Vocabulary::of_bytes(config.language.vocab_size);
+    for (id, token) in [(config.bos, bos), (config.eos, eos), (config.pad, pad)] {
         // A negative id means none. The model's own checks refuse it if it matters.
         vocabulary
             .special

@@ -133,7 +133,8 @@ fn look_at_log(rank: usize) -> Text {
 /// The failure with complete command lines, the last of which continues the run where that can help.
 fn with_commands(failure: Failure, output: &Path) -> Failure {
     let command = continue_run(output);
-    let failure = failure.complete(&command);
+    let resumed = ["--resume".to_owned(), output.display().to_string()];
+    let failure = failure.complete(&resumed);
     let ends_by_itself = matches!(
         failure.code,
         ErrorCode::Numeric

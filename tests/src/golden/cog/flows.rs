@@ -214,7 +214,7 @@ fn angles(pack: &Pack) -> Result<Vec<Comparison>> {
     let config = CogConfig::load(&pack.dir)?;
     let (cos, sin) = (stored.get("cos")?, stored.get("sin")?);
     let positions: Vec<i32> = (0..cos.shape[0] as i32).collect();
-    let (d, theta) = (2 * cos.shape[1], config.language.rope_theta);
+    let (d, theta) = (2 * cos.shape[1], config.language.rope_theta as f32);
     let got = rotary(&positions, d, theta, DType::BF16, &CpuBackend::unlimited())?;
     let compare = |name: &str, got: &Tensor, want: &[f32]| -> Result<Comparison> {
         Ok(compare_floats(name, &got.to_f32_vec()?, want, 0.0))

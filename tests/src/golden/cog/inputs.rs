@@ -32,7 +32,7 @@ pub(super) fn compare(
     samples: &[EncodedSample],
 ) -> Result<Vec<Comparison>> {
     let config = CogConfig::load(&pack.dir)?;
-    let pad = i64::from(config.language.pad);
+    let pad = i64::from(config.pad);
     let mut all = Vec::new();
     for (name, stored) in &case.expected.0 {
         let fill = |filler: i64, field: &dyn Fn(&EncodedSample) -> Vec<i64>| -> Vec<i64> {

@@ -1,5 +1,9 @@
 //! Reader of `config.json`: typed fields by dotted path, with the bounds and errors that all families share.
 
+mod language;
+
+pub use self::language::LanguageConfig;
+pub(crate) use self::language::{HeadDim, LanguageKeys};
 use crate::places;
 use crate::quantization::QuantizedWeights;
 use crate::sat;
@@ -162,6 +166,11 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Names and values of all fields.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (&'a String, &'a Value)> {
+        self.root.iter()
+    }
+
     /// The fields of the language model: those of `text_config`, or, in the flat layout, of this object.
     ///
     /// # Errors
@@ -228,6 +237,16 @@ impl<'a> Fields<'a> {
     pub(crate) fn flag_of_both(&self, field: &str, text: Self) -> Result<bool, ConfigError> {
         let nested = text.flag(field, false)?;
         self.flag(field, nested)
+    }
+
+    /// Fails if the output head of this object or of `text`, its language model, has the weight of the token embedding.
+    ///
+    /// # Errors
+    /// As [`Fields::expect_flag`].
+    pub(crate) fn untied(&self, text: Self) -> Result<(), ConfigError> {
+        [*self, text]
+            .iter()
+            .try_for_each(|fields| fields.expect_flag("tie_word_embeddings", false))
     }
 
     /// The value of `field`, if present; null is an error unless `T` has a value for it.
@@ -412,6 +431,15 @@ impl<'a> Fields<'a> {
         } else {
             Err(unsupported(field, found.to_string(), "0"))
         }
+    }
+
+    /// The ids of `eos_token_id` of this object or, where it has none, of `text`, its language model.
+    ///
+    /// # Errors
+    /// As [`Fields::optional`].
+    pub(crate) fn eos_ids_of_both(&self, text: Self) -> Result<Vec<i32>, ConfigError> {
+        let own = self.eos_ids()?;
+        own.map_or_else(|| Ok(text.eos_ids()?.unwrap_or_default()), Ok)
     }
 
     /// The ids of `eos_token_id`, if present: one token or several.
