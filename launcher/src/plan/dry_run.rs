@@ -5,12 +5,14 @@ use super::memory_plans::{self, MemoryPlans};
 use super::stages::{self, StageRun, Transfer};
 use crate::config::{Collectives, RunConfig, RunGpu, RunPlan, Task};
 use crate::device;
+use crate::device::checks::have_code;
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::lang::both;
 use crate::memory::{Footprint, Kinds, Phase, PhaseBytes, RankMemory};
 use crate::model::optimizer::rule;
 use crate::model::setup::{dropout, keeps, shapes};
+use crate::rank_env::Variables;
 use engine::comm::WindowBytes;
 use engine::{DryRun, EngineError, ParamAccess, PassKind, PipelineStage, Plan};
 use kernels::{Backend, KernelList, MemoryPlan, PoolStats, Tag};
@@ -149,9 +151,14 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
 /// # Errors
 /// The configuration cannot be used.
 pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Failure> {
-    let Some(counting) = device::counting_of(gpu) else {
-        return Ok(KernelList::default());
-    };
+    match device::counting_of(gpu) {
+        Some(counting) => launched(run, &counting),
+        None => Ok(KernelList::default()),
+    }
+}
+
+/// As [`kernels_of`], on a meta device that stands for the GPU.
+fn launched(run: &RunPlan, counting: &Arc<dyn Backend>) -> Result<KernelList, Failure> {
     // The kernels of a pipeline stage are among those of the whole model.
     let run = &run.with_config(RunConfig {
         world_size: run.data_ranks(),
@@ -180,6 +187,19 @@ pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Fail
     };
     count().map_err(|e| failures::model(both("plan memory", "计划内存"), &e))?;
     Ok(counting.launched())
+}
+
+/// Refuses a run on this machine's GPUs whose kernels are neither built in nor can be compiled.
+///
+/// # Errors
+/// A kernel without code (exit 13); the configuration cannot be used.
+pub(crate) fn check_kernels(config: &RunConfig) -> Result<(), Failure> {
+    let run = config.draft();
+    let kinds = device::counting(config).into_iter();
+    have_code(
+        kinds.map(|counting| launched(&run, &counting)),
+        &Variables::read(),
+    )
 }
 
 fn allocate(error: &EngineError) -> Failure {

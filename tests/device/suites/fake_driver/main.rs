@@ -80,6 +80,7 @@ tests! {
         gpu_memory_taken_by_another_process_ends_the_run_and_names_it
         the_variable_that_hides_all_gpus_is_named
         a_plan_that_does_not_fit_is_refused
+        a_kernel_that_is_not_built_in_is_refused_before_the_plan
         gpus_that_share_no_memory_are_refused_for_ipc;
 }
 
