@@ -25,6 +25,9 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+/// Tokens of a short sample.
+const SHORT_TOKENS: usize = 64;
+
 /// Input of a dry run of one rank: the largest batch of each kind that the run will process.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
@@ -145,8 +148,9 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
     Ok(window.region + fixed::WINDOW_SLACK_BYTES)
 }
 
-/// GPU kernels of an update of the run on `gpu`, from the largest possible sample. Files beside the model's
-/// configuration are not read.
+/// GPU kernels of an update of the run on `gpu`, and of its evaluation. Products choose their kernels by the number of
+/// rows, so the largest possible micro-batch, the largest sample and a short one are counted. Files beside the model's configuration are
+/// not read.
 ///
 /// # Errors
 /// The configuration cannot be used.
@@ -169,21 +173,37 @@ fn launched(run: &RunPlan, counting: &Arc<dyn Backend>) -> Result<KernelList, Fa
     let (model, plan) = shapes(run)?;
     let (dir, batch) = (run.model_dir(), &run.batch);
     let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
-    let sample = largest_sample(&dir, tokens, slices, batch.image_max_pixels);
-    let sample = [sample.map_err(|error| unusable(&dir, &error))?];
+    let sample = |tokens, slices| {
+        let sample = largest_sample(&dir, tokens, slices, batch.image_max_pixels);
+        sample.map_err(|error| unusable(&dir, &error))
+    };
+    let batches = [
+        vec![sample(tokens, slices)?; batch.micro_batch],
+        vec![sample(tokens, slices)?],
+        vec![sample(tokens.min(SHORT_TOKENS), 1)?],
+    ];
+    let trains = run.task != Task::Answer;
+    let answers = run.task == Task::Answer || run.eval_file().is_some();
     let count = || -> Result<(), ModelError> {
         let rule = Arc::new(rule(run));
         let mut dry_run = DryRun::on_discrete_device(Arc::new(plan), rule, counting.clone())?;
-        if run.task == Task::Answer {
-            let prompt = Prompt {
-                input: SampleInput::from(&sample[0]),
-                index: 0,
-                max_new_tokens: 2,
-            };
-            return answer(run, &*model, &dry_run, &sample, &[prompt]);
+        for samples in &batches {
+            if answers {
+                let prompt = Prompt {
+                    input: SampleInput::from(&samples[0]),
+                    index: 0,
+                    max_new_tokens: 2,
+                };
+                answer(run, &*model, &dry_run, samples, &[prompt])?;
+            }
+            if trains {
+                micro_batch(run, &*model, &dry_run, samples, &mut || (), &mut || ())?;
+            }
         }
-        micro_batch(run, &*model, &dry_run, &sample, &mut || (), &mut || ())?;
-        Ok(dry_run.take_step()?)
+        if trains {
+            dry_run.take_step()?;
+        }
+        Ok(())
     };
     count().map_err(|e| failures::model(both("plan memory", "计划内存"), &e))?;
     Ok(counting.launched())

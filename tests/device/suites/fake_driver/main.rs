@@ -10,6 +10,7 @@
 )]
 
 mod answers;
+mod compiling;
 mod driver;
 mod faults;
 mod ranks;
@@ -69,6 +70,8 @@ tests! {
         a_new_gpu_is_verified_once
         a_wrong_gpu_is_refused
         wrong_graphs_and_products_are_not_used;
+    compiling:
+        the_kernels_of_a_run_are_compiled_once_on_a_machine_before_the_first_launch;
     faults:
         seeded_mistakes_are_caught
         failures_of_the_driver_are_named;
