@@ -69,7 +69,8 @@ tests! {
         doctor_reports_what_it_verified
         a_new_gpu_is_verified_once
         a_wrong_gpu_is_refused
-        wrong_graphs_and_products_are_not_used;
+        wrong_graphs_and_products_are_not_used
+        adapters_of_answers_are_verified;
     compiling:
         the_kernels_of_a_run_are_compiled_once_on_a_machine_before_the_first_launch;
     faults:
