@@ -41,7 +41,8 @@ macro_rules! tests {
 
 tests! {
     updates:
-        the_optimizer_runs_in_backward_where_host_memory_is_spare;
+        the_optimizer_runs_in_backward_where_host_memory_is_spare
+        the_optimizer_runs_in_forward_with_the_same_bits;
     runs:
         a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly
         a_run_in_bf16_agrees_with_the_cpu_and_resumes_exactly
