@@ -83,9 +83,14 @@ pub(crate) fn adapters_of_answers_are_verified() {
         assert_eq!(code, Some(13), "{text}");
         says(&text, &["error[E22] GPU 0", "matmul [2100, 12, 136]"]);
         assert!(!text.contains(" load "), "{text}");
-        let (code, text) = site.run(&[], &adapted);
-        assert_eq!(code, Some(0), "{text}");
     }
+    let adapted = format!(
+        "{} --device cuda --verify-gpu auto --adapter lora/checkpoint-1",
+        asks[0]
+    );
+    let (code, text) = site.run(&[], &adapted);
+    assert_eq!(code, Some(0), "{text}");
+    says(&text, &["8 adapters"]);
 }
 
 /// Graphs that lose a command are not used, and wrong products of the library are computed by our kernels instead.
