@@ -60,9 +60,12 @@ case $call in
   all) chosen=${calls[*]} ;;
   *) echo "--call needs 1, 2, 3 or all, not $call" >&2; exit 2 ;;
 esac
-# Updates of runs, seconds of waits, precisions, golden packs, and bytes of the measurement of the disk.
+# Updates of runs and their other settings, micro-batches of pipeline stages, seconds of waits, precisions, golden packs, and
+# bytes of the measurement of the disk.
 steps=8
 offload_steps=10
+light=
+micro_batches=4
 comm_timeout=60
 precisions="f32 bf16 fp16 pure-bf16"
 packs="$(cd "$(dirname "$0")/.." && echo "$PWD"/tests/golden/*/)"
@@ -71,6 +74,9 @@ disk=1GiB
 if [ -n "$small" ]; then
   steps=4
   offload_steps=2
+  # The stage `verify` verifies the GPU.
+  light="--verify-gpu off --per-device-train-batch-size 1 --gradient-accumulation-steps 1"
+  micro_batches=2
   comm_timeout=600
   precisions="f32 bf16"
   packs="$(cd "$(dirname "$0")/.." && pwd)/tests/golden/minicpm-v-2_6"
@@ -145,7 +151,8 @@ start() {
   local where
   for where in cpu "$device"; do
     rm -rf "$out/start-$where"
-    "$bin/launcher" --device "$where" --nproc 1 --zero 3 --precision f32 --max-steps $((steps / 2)) --logging-steps 1 \
+    # shellcheck disable=SC2086 # the settings are several words
+    "$bin/launcher" --device "$where" --nproc 1 --zero 3 --precision f32 $light --max-steps $((steps / 2)) --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$out/start-$where" >"$out/start-$where.txt" 2>&1 || { tail -20 "$out/start-$where.txt"; return 1; }
   done
   python3 "$root/scripts/gpu_start.py" "$out" cpu "$device" >"$out/start.md" || { cat "$out/start.md"; return 1; }
@@ -165,7 +172,8 @@ verify() {
 generate() {
   "$bin/launcher" generate --help | grep -q -- --device || { not_offered generate "generate --device"; return; }
   rm -rf "$out/generate"
-  "$bin/launcher" --device cpu --nproc 1 --precision f32 --max-steps 2 --eval-strategy no --output "$out/generate" \
+  # shellcheck disable=SC2086 # the settings are several words
+  "$bin/launcher" --device cpu --nproc 1 --precision f32 $light --max-steps 2 --eval-strategy no --output "$out/generate" \
     >"$out/generate.txt" 2>&1 || { tail -20 "$out/generate.txt"; return 1; }
   local where
   for where in cpu "$device"; do
@@ -181,7 +189,8 @@ quantized() {
   local where
   for where in cpu "$device"; do
     rm -rf "$out/quantized-$where"
-    "$bin/launcher" --device "$where" --nproc 1 --precision f32 --quantize nf4 --lora-rank 8 --max-steps $((steps / 2)) --logging-steps 1 \
+    # shellcheck disable=SC2086 # the settings are several words
+    "$bin/launcher" --device "$where" --nproc 1 --precision f32 --quantize nf4 --lora-rank 8 $light --max-steps $((steps / 2)) --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$out/quantized-$where" >"$out/quantized-$where.txt" 2>&1 && continue
     if [ "$where" != cpu ] && grep -q -- '--quantize' "$out/quantized-$where.txt"; then
       not_offered quantized "--quantize on GPUs"
@@ -266,14 +275,14 @@ train() {
     "$root/.ci/check-demo" "$out/demo" || return 1
     rm -rf "$out/demo"
   fi
-  for precision in f32 bf16 fp16 pure-bf16; do
+  for precision in $precisions; do
     # All states on the device, part of them, or none; in one run with recomputed layer inputs. The losses are equal to the
     # last bit.
     while read -r where offload told more; do
       run="$out/train-$precision-$told"
       rm -rf "$run"
       # shellcheck disable=SC2086 # the settings are several words
-      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" $more --max-steps "$steps" \
+      "$bin/launcher" --device "$where" --nproc 1 --zero 3 --offload "$offload" --precision "$precision" $light $more --max-steps "$steps" \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
@@ -288,7 +297,8 @@ RUNS
   done
   timing || return 1
   [ "$device" = cpu ] || traced || return 1
-  python3 "$root/scripts/gpu_train.py" "$out" "$device" >"$out/train.md" || { cat "$out/train.md"; return 1; }
+  # shellcheck disable=SC2086 # several precisions
+  python3 "$root/scripts/gpu_train.py" "$out" "$device" $precisions >"$out/train.md" || { cat "$out/train.md"; return 1; }
   echo "15 runs in bf16: equal losses with and without graphs, with and without prefetched weights, with the optimizer in forward and in backward, also with clipping" >>"$out/train.md"
   cat "$out/train.md"
 }
@@ -297,7 +307,8 @@ RUNS
 traced() {
   local run="$out/train-traced-$device"
   rm -rf "$run"
-  "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 --offload cpu --prefetch-weights on --max-steps 6 \
+  # shellcheck disable=SC2086 # the settings are several words
+  "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $light --offload cpu --prefetch-weights on --max-steps 6 \
     --logging-steps 1 --trace-steps 5..7 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
     { tail -20 "$run.txt"; return 1; }
 }
@@ -313,7 +324,7 @@ timing() {
     run="$out/train-$group-$told"
     rm -rf "$run"
     # shellcheck disable=SC2086 # the settings are several words
-    "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $more --max-steps "$steps" --logging-steps 1 \
+    "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $light $more --max-steps "$steps" --logging-steps 1 \
       --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
     grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$run.losses"
     cp "$run/trainer_log.jsonl" "$run.jsonl"
@@ -370,7 +381,7 @@ ranks() {
       run="$out/ranks-$name-$how"
       rm -rf "$run" "$run.jsonl"
       # shellcheck disable=SC2086 # the settings are several words
-      "$bin/launcher" --device "$device" --nproc "$count" $more --collectives "$how" --comm-timeout "$comm_timeout" --max-steps "$steps" \
+      "$bin/launcher" --device "$device" --nproc "$count" $light $more --collectives "$how" --comm-timeout "$comm_timeout" --max-steps "$steps" \
         --logging-steps 1 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
         { echo "$name $how:"; tail -20 "$run.txt"; failed=1; continue; }
       cp "$run/trainer_log.jsonl" "$run.jsonl"
@@ -413,8 +424,8 @@ pipeline() {
       run="$out/pipeline-$precision-$how"
       rm -rf "$run" "$run.jsonl"
       # shellcheck disable=SC2086 # the settings are several words
-      CUDA_VISIBLE_DEVICES=$seen "$bin/launcher" --device "$device" $flags --zero 0 --precision "$precision" \
-        --gradient-accumulation-steps 4 --comm-timeout "$comm_timeout" --max-steps 4 --logging-steps 1 --eval-strategy no \
+      CUDA_VISIBLE_DEVICES=$seen "$bin/launcher" --device "$device" $flags --zero 0 --precision "$precision" $light \
+        --gradient-accumulation-steps "$micro_batches" --comm-timeout "$comm_timeout" --max-steps "$((steps / 2))" --logging-steps 1 --eval-strategy no \
         --save-strategy no --output "$run" >"$run.txt" 2>&1 || { echo "$precision $how:"; tail -20 "$run.txt"; failed=1; continue; }
       cp "$run/trainer_log.jsonl" "$run.jsonl"
       rm -rf "$run"
@@ -440,6 +451,8 @@ packs() {
 
 # Runs the packs without cuBLASLt, as on a machine with a driver alone. Our kernels compute all products.
 own() {
+  # Products in f32 are those of `train`.
+  [ -z "$small" ] || precisions=bf16
   echo "## our own products" >"$out/own.md"
   TESSERA_MATMUL=own packs own --device "$device" | tee -a "$out/own.md"
   return "${PIPESTATUS[0]}"
@@ -463,7 +476,8 @@ offload() {
   for precision in $precisions; do
     for tier in none cpu "nvme:$spill"; do
       run="$out/run-$precision-${tier%%:*}"
-      "$bin/launcher" --zero 3 --offload "$tier" --precision "$precision" --max-steps "$offload_steps" --eval-strategy no \
+      # shellcheck disable=SC2086 # the settings are several words
+      "$bin/launcher" --zero 3 --offload "$tier" --precision "$precision" $light --max-steps "$offload_steps" --eval-strategy no \
         --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-$precision-${tier%%:*}"
       rm -rf "$run"
@@ -474,7 +488,8 @@ offload() {
   for clip in 0 0.5; do
     for early in off all; do
       run="$out/run-early-$clip-$early"
-      "$bin/launcher" --zero 3 --offload "nvme:$spill" --precision bf16 --max-grad-norm "$clip" --optimizer-in-backward "$early" \
+      # shellcheck disable=SC2086 # the settings are several words
+      "$bin/launcher" --zero 3 --offload "nvme:$spill" --precision bf16 $light --max-grad-norm "$clip" --optimizer-in-backward "$early" \
         --max-steps "$offload_steps" --eval-strategy no --output "$run" >"$run.txt" 2>&1 || { tail -20 "$run.txt"; return 1; }
       grep -o '"loss":[^,]*' "$run/trainer_log.jsonl" >"$out/losses-early-$clip-$early"
       rm -rf "$run"

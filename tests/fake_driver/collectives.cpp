@@ -1,6 +1,7 @@
 // NCCL's side of the stand-in: communicators of one machine. Collectives run on the devices (device.cpp).
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -50,6 +51,13 @@ EXPORT u32 ncclGetUniqueId(Id* id) {
   memcpy(id, &where, sizeof where);
   return SUCCESS;
 }
+// The host that this process claims to be on: ranks of one host cannot share a GPU.
+static u64 claimed_host() {
+  const char* name = getenv("NCCL_HOSTID");
+  u64 hash = 0xcbf29ce484222325;
+  for (; name && *name; name++) hash = (hash ^ (u8)*name) * 0x100000001b3;
+  return hash;
+}
 EXPORT u32 ncclCommInitRank(Communicator** to, int world, Id id, int rank) {
   if (!has_context()) return broken(INVALID_USAGE, "ncclCommInitRank without a current context");
   Where where;
@@ -66,10 +74,11 @@ EXPORT u32 ncclCommInitRank(Communicator** to, int world, Id id, int rank) {
   Member& own = group->members[rank];
   const Shared shared = share_context();
   own.pid = getpid(), own.memory = shared.memory, own.device = shared.device + 1;
+  own.host = claimed_host();
   // NCCL waits for the ranks without a limit.
   for (group->joined++; group->joined < (u32)world;) usleep(1000);
   for (int other = 0; other < world; other++)
-    if (other != rank && group->members[other].device == own.device)
+    if (other != rank && group->members[other].device == own.device && group->members[other].host == own.host)
       return broken(INVALID_USAGE, "ranks %d and %d use one GPU", rank, other);
   std::lock_guard<std::mutex> lock(busy);
   Message m = {};

@@ -12,6 +12,7 @@ struct Slot {
 struct Member {
   std::atomic<u32> pid, memory, device, left;
   std::atomic<u64> arrived, read;  // number of the last collective
+  std::atomic<u64> host;           // hash of NCCL_HOSTID
   Slot slots[SLOTS];
 };
 struct Group {

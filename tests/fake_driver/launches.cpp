@@ -30,6 +30,7 @@ EXPORT u32 cuModuleLoadData(Module** module, const char* image) {
   Lock lock(busy);
   Module* one = new Module();
   one->context = current, one->number = ++current->modules;
+  one->name = path.substr(path.rfind('/') + 1, 16);
   one->object = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);
   if (!one->object) return broken(INVALID_PTX, "%s", dlerror());
   Message m = {};
@@ -86,7 +87,7 @@ EXPORT u32 cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads_x
   m.grid[0] = x, m.grid[1] = y, m.grid[2] = z, m.threads = threads, m.shared_bytes = shared;
   snprintf(m.name, sizeof m.name, "%s", function->name.c_str());
   if (faulty("launch")) m.object = 0;
-  bool drops = faulty("argument");
+  bool drops = faulty("argument") || faulty(function->module->name.c_str());
   for (; function->kinds[m.count]; m.count++) {
     char kind = function->kinds[m.count];
     bool wide = kind == 'p' || kind == 'l';
@@ -98,6 +99,7 @@ EXPORT u32 cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads_x
       return broken(ILLEGAL_ADDRESS, "parameter %u of %s is %#lx, which is no device memory", m.count, m.name, word);
   }
   if (drops && m.count) m.words[m.count - 1] = 0;
+  if (!stream->context->launches) note("launched");
   return queue(stream, m);
 }
 

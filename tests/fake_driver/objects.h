@@ -30,6 +30,7 @@ struct Function {
 struct Module {
   struct Context* context;
   u32 number;
+  std::string name;  // of its object: the hash of its PTX
   void* object;
   std::map<std::string, Function*> functions;
 };

@@ -9,6 +9,7 @@ use super::library::Search;
 use super::module::Module;
 use super::nvrtc::Compiler;
 use super::ptx;
+use crate::KernelList;
 use rayon::prelude::*;
 
 /// Distance between the first modules of processes with successive numbers.
@@ -273,6 +274,31 @@ impl Images {
     }
 }
 
+/// A machine without NVRTC, where only modules with built-in PTX run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BuiltInOnly {
+    /// Result of the search for NVRTC.
+    reason: String,
+}
+
+impl BuiltInOnly {
+    /// This machine, if NVRTC is in none of these places.
+    #[must_use]
+    pub fn here(search: &Search) -> Option<Self> {
+        let problem = Compiler::find(search).err()?;
+        let reason = problem.to_string();
+        Some(Self { reason })
+    }
+
+    /// An error for each of these kernels' modules that is not built in.
+    #[must_use]
+    pub fn lacks(&self, of: &KernelList) -> Vec<CudaError> {
+        let images = of.modules.iter();
+        let images = images.map(|module| built_in(module, &self.reason));
+        images.filter_map(Result::err).collect()
+    }
+}
+
 /// Whether a driver of CUDA version `driver` reads PTX of a compiler of this version.
 fn reads_ptx(compiler: (u32, u32), driver: (u32, u32)) -> bool {
     compiler <= driver
@@ -395,6 +421,24 @@ mod tests {
             error.contains("nvidia-cuda-nvrtc") && error.contains("nowhere"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn without_a_compiler_modules_that_are_not_built_in_have_no_code() {
+        let foreign = Module::new(Family::Cast, [("FROM", 7)], &["cast"]);
+        let alone = BuiltInOnly {
+            reason: "nowhere".into(),
+        };
+        let mut list = KernelList {
+            modules: Family::Cast.modules(),
+        };
+        assert!(alone.lacks(&list).is_empty());
+        list.modules.push(foreign.clone());
+        let missing = alone.lacks(&list);
+        let [CudaError::NoImage { module, nvrtc }] = &missing[..] else {
+            panic!("{missing:?}");
+        };
+        assert_eq!((module, &**nvrtc), (&foreign.name(), "nowhere"));
     }
 
     #[test]

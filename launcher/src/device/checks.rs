@@ -1,6 +1,8 @@
-//! Checks of a GPU's operations against the CPU, by name.
+//! Checks of a GPU's operations against the CPU, by name, and of the kernels that a run needs.
 
 use crate::config::RunGpu;
+use crate::error::Failure;
+use crate::rank_env::Variables;
 use kernels::{Backend, KernelList};
 
 /// What became of a check.
@@ -22,8 +24,52 @@ pub(crate) struct Cover {
 
 #[cfg(feature = "cuda")]
 mod of_cuda {
-    use super::{Backend, Cover, KernelList, Outcome, RunGpu};
+    use super::{Backend, Cover, Failure, KernelList, Outcome, RunGpu, Variables};
+    use crate::device::survey::search;
+    use crate::error::failures;
+    use crate::lang::{both, text};
+    use kernels::cuda::CudaError;
+    use kernels::cuda::image::BuiltInOnly;
+    use kernels::cuda::ops::attention::HEAD_DIMS;
     use kernels::verify;
+
+    pub(crate) fn have_code(
+        mut lists: impl Iterator<Item = Result<KernelList, Failure>>,
+        variables: &Variables,
+    ) -> Result<(), Failure> {
+        let Some(only) = BuiltInOnly::here(&search(variables)) else {
+            return Ok(());
+        };
+        lists.try_for_each(|list| refused(&only.lacks(&list?)))
+    }
+
+    fn refused(missing: &[CudaError]) -> Result<(), Failure> {
+        let Some((first, others)) = missing.split_first() else {
+            return Ok(());
+        };
+        let failure = failures::without_kernel(both("start the run", "启动运行"), first);
+        let dims = HEAD_DIMS.map(|dim| dim.to_string()).join(", ");
+        let failure = failure.evidence(text!(
+            "attention in 16 bits is built in for head dims {dims}",
+            "内置的 16 位注意力内核支持的 head dim：{dims}"
+        ));
+        let failure = match others.len() {
+            0 => failure,
+            count => failure.evidence(text!(
+                "{count} more modules are missing",
+                "另缺少 {count} 个模块"
+            )),
+        };
+        Err(failure
+            .next(both(
+                "--precision f32 runs attention of any head dim without NVRTC",
+                "--precision f32 时，任意 head dim 的注意力都不需要 NVRTC",
+            ))
+            .next(both(
+                "--device cpu needs no kernel",
+                "--device cpu 不需要内核",
+            )))
+    }
 
     pub(crate) fn cover(of: &KernelList, gpu: &RunGpu) -> Cover {
         let cover = verify::cover(of, gpu.kind());
@@ -75,7 +121,14 @@ mod of_cuda {
 /// A build without CUDA has no GPU to check.
 #[cfg(not(feature = "cuda"))]
 mod of_cuda {
-    use super::{Backend, Cover, KernelList, Outcome, RunGpu};
+    use super::{Backend, Cover, Failure, KernelList, Outcome, RunGpu, Variables};
+
+    pub(crate) fn have_code(
+        _lists: impl Iterator<Item = Result<KernelList, Failure>>,
+        _variables: &Variables,
+    ) -> Result<(), Failure> {
+        Ok(())
+    }
 
     pub(crate) fn cover(_of: &KernelList, _gpu: &RunGpu) -> Cover {
         Cover::default()
@@ -111,6 +164,8 @@ pub(crate) use of_cuda::compile;
 pub(crate) use of_cuda::cover;
 /// The checks of every operation.
 pub(crate) use of_cuda::every;
+/// Refuses kernels that are neither built in nor can be compiled (exit 13). The lists are not counted where NVRTC is found.
+pub(crate) use of_cuda::have_code;
 /// Runs checks on a device. Tells each name before the check, and again if it does not pass.
 pub(crate) use of_cuda::run;
 /// Hash of the source texts of all kernels.

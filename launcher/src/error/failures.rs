@@ -146,6 +146,23 @@ pub(crate) fn model(doing: impl Into<Text>, error: &ModelError) -> Failure {
     }
 }
 
+/// Failure of a run that needs a kernel which this machine lacks: it is not built in, and NVRTC was not found.
+pub(crate) fn without_kernel(doing: impl Into<Text>, cause: impl std::fmt::Display) -> Failure {
+    let doing = doing.into();
+    Failure::new(
+        ErrorCode::Cuda,
+        text!(
+            "cannot {doing}: a kernel is neither built in nor can it be compiled",
+            "无法{doing}：有内核既未内置，也无法编译"
+        ),
+        Text::literal(cause),
+    )
+    .next(both(
+        "pip install nvidia-cuda-nvrtc; no toolkit is needed",
+        "pip install nvidia-cuda-nvrtc；不需要 CUDA 工具包",
+    ))
+}
+
 pub(crate) fn kernel(doing: impl Into<Text>, error: &KernelError) -> Failure {
     let doing = doing.into();
     match error {
@@ -182,12 +199,7 @@ pub(crate) fn kernel(doing: impl Into<Text>, error: &KernelError) -> Failure {
         .next(both("NCCL_DEBUG=INFO shows in logs/ how far each rank came; NCCL_SOCKET_IFNAME names the network interface to use", "设置 NCCL_DEBUG=INFO 后，logs/ 会显示每个 rank 进行到哪一步；NCCL_SOCKET_IFNAME 指定使用的网卡"))
         .next(both("--comm-timeout gives ranks more time to join", "--comm-timeout 可给 rank 更多时间加入"))
         .next(both("--collectives shm exchanges through host memory and works everywhere", "--collectives shm 经由主机内存交换数据，在任何环境都可用")),
-        KernelError::Device { cause, .. } if error.missing_kernel().is_some() => Failure::new(
-            ErrorCode::Cuda,
-            text!("cannot {doing}: a kernel is neither built in nor can it be compiled", "无法{doing}：有内核既未内置，也无法编译"),
-            Text::literal(cause),
-        )
-        .next(both("pip install nvidia-cuda-nvrtc; no toolkit is needed", "pip install nvidia-cuda-nvrtc；不需要 CUDA 工具包")),
+        KernelError::Device { cause, .. } if error.missing_kernel().is_some() => without_kernel(doing, cause),
         KernelError::Device { op, cause } => Failure::new(
             ErrorCode::Cuda,
             text!("cannot {doing}: the GPU failed in {op}", "无法{doing}：GPU 在执行 {op} 时出错"),

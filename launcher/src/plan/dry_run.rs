@@ -5,12 +5,14 @@ use super::memory_plans::{self, MemoryPlans};
 use super::stages::{self, StageRun, Transfer};
 use crate::config::{Collectives, RunConfig, RunGpu, RunPlan, Task};
 use crate::device;
+use crate::device::checks::have_code;
 use crate::error::failures::unusable;
 use crate::error::{Failure, failures};
 use crate::lang::both;
 use crate::memory::{Footprint, Kinds, Phase, PhaseBytes, RankMemory};
 use crate::model::optimizer::rule;
 use crate::model::setup::{dropout, keeps, shapes};
+use crate::rank_env::Variables;
 use engine::comm::WindowBytes;
 use engine::{DryRun, EngineError, ParamAccess, PassKind, PipelineStage, Plan};
 use kernels::{Backend, KernelList, MemoryPlan, PoolStats, Tag};
@@ -22,6 +24,9 @@ use models::{ModelError, SampleInput, VisionLanguageModel, largest_sample};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+/// Tokens of a short sample.
+const SHORT_TOKENS: usize = 64;
 
 /// Input of a dry run of one rank: the largest batch of each kind that the run will process.
 #[derive(Debug)]
@@ -143,15 +148,21 @@ pub(crate) fn window_region(config: &RunConfig, plan: &Arc<Plan>) -> Result<u64,
     Ok(window.region + fixed::WINDOW_SLACK_BYTES)
 }
 
-/// GPU kernels of an update of the run on `gpu`, from the largest possible sample. Files beside the model's
-/// configuration are not read.
+/// GPU kernels of an update of the run on `gpu`, and of its evaluation. Products choose their kernels by the number of
+/// rows, so the largest possible micro-batch, the largest sample and a short one are counted. Files beside the model's configuration are
+/// not read.
 ///
 /// # Errors
 /// The configuration cannot be used.
 pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Failure> {
-    let Some(counting) = device::counting_of(gpu) else {
-        return Ok(KernelList::default());
-    };
+    match device::counting_of(gpu) {
+        Some(counting) => launched(run, &counting),
+        None => Ok(KernelList::default()),
+    }
+}
+
+/// As [`kernels_of`], on a meta device that stands for the GPU.
+fn launched(run: &RunPlan, counting: &Arc<dyn Backend>) -> Result<KernelList, Failure> {
     // The kernels of a pipeline stage are among those of the whole model.
     let run = &run.with_config(RunConfig {
         world_size: run.data_ranks(),
@@ -162,24 +173,53 @@ pub(crate) fn kernels_of(run: &RunPlan, gpu: &RunGpu) -> Result<KernelList, Fail
     let (model, plan) = shapes(run)?;
     let (dir, batch) = (run.model_dir(), &run.batch);
     let (tokens, slices) = (batch.model_max_length, batch.max_slice_nums);
-    let sample = largest_sample(&dir, tokens, slices, batch.image_max_pixels);
-    let sample = [sample.map_err(|error| unusable(&dir, &error))?];
+    let sample = |tokens, slices| {
+        let sample = largest_sample(&dir, tokens, slices, batch.image_max_pixels);
+        sample.map_err(|error| unusable(&dir, &error))
+    };
+    let batches = [
+        vec![sample(tokens, slices)?; batch.micro_batch],
+        vec![sample(tokens, slices)?],
+        vec![sample(tokens.min(SHORT_TOKENS), 1)?],
+    ];
+    let trains = run.task != Task::Answer;
+    let answers = run.task == Task::Answer || run.eval_file().is_some();
     let count = || -> Result<(), ModelError> {
         let rule = Arc::new(rule(run));
         let mut dry_run = DryRun::on_discrete_device(Arc::new(plan), rule, counting.clone())?;
-        if run.task == Task::Answer {
-            let prompt = Prompt {
-                input: SampleInput::from(&sample[0]),
-                index: 0,
-                max_new_tokens: 2,
-            };
-            return answer(run, &*model, &dry_run, &sample, &[prompt]);
+        for samples in &batches {
+            if answers {
+                let prompt = Prompt {
+                    input: SampleInput::from(&samples[0]),
+                    index: 0,
+                    max_new_tokens: 2,
+                };
+                answer(run, &*model, &dry_run, samples, &[prompt])?;
+            }
+            if trains {
+                micro_batch(run, &*model, &dry_run, samples, &mut || (), &mut || ())?;
+            }
         }
-        micro_batch(run, &*model, &dry_run, &sample, &mut || (), &mut || ())?;
-        Ok(dry_run.take_step()?)
+        if trains {
+            dry_run.take_step()?;
+        }
+        Ok(())
     };
     count().map_err(|e| failures::model(both("plan memory", "计划内存"), &e))?;
     Ok(counting.launched())
+}
+
+/// Refuses a run on this machine's GPUs whose kernels are neither built in nor can be compiled.
+///
+/// # Errors
+/// A kernel without code (exit 13); the configuration cannot be used.
+pub(crate) fn check_kernels(config: &RunConfig) -> Result<(), Failure> {
+    let run = config.draft();
+    let kinds = device::counting(config).into_iter();
+    have_code(
+        kinds.map(|counting| launched(&run, &counting)),
+        &Variables::read(),
+    )
 }
 
 fn allocate(error: &EngineError) -> Failure {

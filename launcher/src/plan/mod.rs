@@ -19,7 +19,9 @@ mod stage;
 pub(crate) mod stages;
 pub(crate) mod suggestion;
 
-pub(crate) use dry_run::{HeldOut, Work, dry_run, kernels_of, least_device_bytes, window_region};
+pub(crate) use dry_run::{
+    HeldOut, Work, check_kernels, dry_run, kernels_of, least_device_bytes, window_region,
+};
 pub(crate) use fixed::{DECODING, Fixed, WINDOW_SLACK_BYTES};
 pub(crate) use machine::{DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Machine};
 pub(crate) use memory_check::MemoryCheck;

@@ -207,6 +207,10 @@ impl<'a> Opened<'a> {
             disk_ceiling,
         } = States::allocate(config, env, plan, mesh, devices, math, &*model, &reporter)?;
         let memory_plans = memory_plans.map(|plans| plans.for_device(backend.clone()));
+        let gpu = gpu_of(config, env.local_rank);
+        if let Some(gpu) = gpu {
+            backend.compile_ahead(&kernels_of(config, gpu)?);
+        }
         zero.reserve_activations(config.found().spilled_activation_bytes)
             .map_err(|e| {
                 failures::engine(
@@ -223,7 +227,6 @@ impl<'a> Opened<'a> {
                     chain(&e),
                 )
             })?;
-        let gpu = gpu_of(config, env.local_rank);
         let mut opened = Self {
             replica: Replica {
                 config,

@@ -51,6 +51,20 @@ pub fn build(directory: &Path) -> Result<()> {
     write_objects(directory)
 }
 
+/// Builds a stand-in for NVRTC in `directory`. The driver takes none of its code.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_compiler(directory: &Path) -> Result<()> {
+    fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
+    let library = directory.join("libnvrtc.so.13");
+    compile(
+        &["-shared", "-fPIC", "-fvisibility=hidden"],
+        &["compiler.cpp"],
+        &library,
+    )
+}
+
 /// Builds the program of the driver's own tests in `directory`, and the module that it loads. Returns its path.
 ///
 /// # Errors

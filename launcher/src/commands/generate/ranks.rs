@@ -9,8 +9,8 @@ use crate::cli::{Args, AskedRanks, resolve_on};
 use crate::commands::Hooks;
 use crate::commands::verify::{self, Proven};
 use crate::config::{
-    DEVICE, Device, Found, PrecisionChoice, RunConfig, RunPlan, Source, Strategy, Task, Workers,
-    ZeroChoice,
+    DEVICE, Device, Found, Lora, PrecisionChoice, RunConfig, RunPlan, Source, Strategy, Task,
+    Trainable, Workers, ZeroChoice,
 };
 use crate::device::{self, Chosen, cores};
 use crate::error::threads::start_pool;
@@ -29,6 +29,7 @@ use crate::report::run_directory;
 use crate::train::replica::{NotOpened, Replica};
 use crate::ui::Screen;
 use kernels::DType;
+use models::adapter::Adapter;
 use models::data::EncodedSample;
 use models::generate::Prompt;
 use serde_json::Value;
@@ -145,8 +146,15 @@ impl<'a> Asking<'a> {
         };
         let asked = resolve_on(&args, &self.env, &self.chosen)?.config;
         let (data, image_dir) = source;
+        let adapter = open.setup.adapter.as_ref();
         let config = RunConfig {
             task: Task::Answer,
+            // What the ranks compute decides which operations a GPU is verified on.
+            trainable: Trainable {
+                lora: adapter.and_then(applied),
+                ptuning_tokens: adapter.map_or(0, Adapter::prefix_tokens),
+                ..asked.trainable
+            },
             source: Source::Files {
                 model: open.dir.clone(),
                 data,
@@ -293,6 +301,23 @@ impl<'a> Asking<'a> {
             replica.abandon(failure);
         })?)
     }
+}
+
+/// Settings of the adapters that the files apply to the model.
+fn applied(adapter: &Adapter) -> Option<Lora> {
+    let lora = adapter.lora()?;
+    Some(Lora {
+        lora_rank: lora.lora_rank,
+        lora_alpha: lora.lora_alpha.into(),
+        use_rslora: lora.use_rslora,
+        loraplus_lr_ratio: None,
+        lora_dropout: 0.0,
+        target_modules: None,
+        per_projection: lora.per_projection,
+        layers: None,
+        modules_to_save: Some(Vec::new()),
+        adapter: Some(adapter.dir().to_owned()),
+    })
 }
 
 /// The draft with every choice made, if it fits this machine.

@@ -27,7 +27,8 @@ use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, shared_line, upload_line};
 use crate::plan::{
     DESCRIBED_CAPABILITY, DESCRIBED_MULTIPROCESSORS, Settled, adapter_line, backward_line,
-    backward_share, forward_line, pixel_line, quantized_event, resume, stage_line, stages,
+    backward_share, check_kernels, forward_line, pixel_line, quantized_event, resume, stage_line,
+    stages,
 };
 use crate::rank_env::{Env, Variables};
 use crate::ui::{Event, lines};
@@ -44,7 +45,8 @@ const NO_DATA: &str = "made-up-sample";
 /// Plans the run of `args` and prints the result.
 ///
 /// # Errors
-/// Flags or files that training would also refuse; a run that does not fit (exit 5, 13 or 16).
+/// Flags or files that training would also refuse, or kernels that this machine lacks; a run that does not fit (exit 5, 13
+/// or 16).
 pub(crate) fn run(
     args: &PlanArgs,
     typed: &[String],
@@ -57,6 +59,9 @@ pub(crate) fn run(
     let config = configuration(args, env, has_data, devices)?;
     let config = crate::commands::demo::prepare(config, env, &mut |_| ())?;
     resume::directory(&config)?;
+    if args.hw.is_none() {
+        check_kernels(&config)?;
+    }
     let planner = Planner::new(&config, args, has_data)?;
     let json = args.json == Some(true);
     if args.matrix == Some(true) {

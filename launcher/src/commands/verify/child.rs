@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// Device memory for the operands of the checks.
 const ARENA_BYTES: u64 = 256 << 20;
-/// Longest time of all checks after their kernels were compiled. They take a few seconds.
+/// Longest time of a check after the kernels were compiled. All take a few seconds.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 /// Longest time until the kernels are compiled.
 pub(super) const COMPILING: Duration = Duration::from_secs(600);
@@ -83,7 +83,8 @@ fn say(word: &str, rest: &str) {
     drop(writeln!(out, "{word} {rest}").and_then(|()| out.flush()));
 }
 
-/// Starts a process with `command` and collects what it finds, within these times before and after `compiled`.
+/// Starts a process with `command` and collects what it finds, within these times: until `compiled`, and for
+/// each check.
 pub(super) fn collect(mut command: Command, compiling: Duration, deadline: Duration) -> Found {
     let mut found = Found::default();
     let child = command
@@ -129,6 +130,7 @@ pub(super) fn collect(mut command: Command, compiling: Duration, deadline: Durat
                 match word {
                     "compiled" => end = Instant::now() + deadline,
                     "check" => {
+                        end = Instant::now() + deadline;
                         found.checks += 1;
                         last = rest.to_owned();
                     }
@@ -194,6 +196,12 @@ mod tests {
             Duration::ZERO,
         );
         assert!(hangs.wrong[0].ends_with("no end in time"), "{hangs:?}");
+        // Each check has the whole time.
+        let slow = ran(
+            "echo compiled; for i in 1 2 3; do echo check $i; sleep 1.2; done; echo done",
+            Duration::from_secs(3),
+        );
+        assert_eq!((slow.checks, slow.wrong), (3, Vec::new()));
         let dies = ran(
             "echo compiled; echo check add; echo gone >&2; kill -9 $$",
             long,

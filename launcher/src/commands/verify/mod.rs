@@ -22,7 +22,7 @@ use crate::error::{ErrorCode, Failure};
 use crate::lang::{Text, both, text};
 use crate::launch::supervisor::job::Job;
 use crate::launch::supervisor::own_program;
-use crate::plan::kernels_of;
+use crate::plan::{check_kernels, kernels_of};
 use crate::rank_env::{Env, Matmul, Variables};
 use crate::ui::{Event, Screen};
 use crate::units::{bytes, seconds};
@@ -77,7 +77,8 @@ pub(super) struct Verdict {
 /// process as a rank: it then starts no ranks. Lines about it go to `show`.
 ///
 /// # Errors
-/// A GPU is wrong and no other choice is right (exit 13), or a file cannot be written.
+/// A kernel of the run is neither built in nor can it be compiled (exit 13), a GPU is wrong and no other choice is right
+/// (exit 13), or a file cannot be written.
 pub(super) fn prove(
     hooks: &Hooks,
     env: &Env,
@@ -85,6 +86,7 @@ pub(super) fn prove(
     with_steps: bool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Proven, Failure> {
+    check_kernels(&config)?;
     if config.device == Device::Cpu || config.verify_gpu == VerifyGpu::Off {
         return Ok(Proven {
             config,

@@ -10,6 +10,7 @@
 )]
 
 mod answers;
+mod compiling;
 mod driver;
 mod faults;
 mod ranks;
@@ -40,7 +41,8 @@ macro_rules! tests {
 
 tests! {
     updates:
-        the_optimizer_runs_in_backward_where_host_memory_is_spare;
+        the_optimizer_runs_in_backward_where_host_memory_is_spare
+        the_optimizer_runs_in_forward_with_the_same_bits;
     runs:
         a_run_in_f32_agrees_with_the_cpu_and_resumes_exactly
         a_run_in_bf16_agrees_with_the_cpu_and_resumes_exactly
@@ -68,7 +70,10 @@ tests! {
         doctor_reports_what_it_verified
         a_new_gpu_is_verified_once
         a_wrong_gpu_is_refused
-        wrong_graphs_and_products_are_not_used;
+        wrong_graphs_and_products_are_not_used
+        adapters_of_answers_are_verified;
+    compiling:
+        the_kernels_of_a_run_are_compiled_once_on_a_machine_before_the_first_launch;
     faults:
         seeded_mistakes_are_caught
         failures_of_the_driver_are_named;
@@ -80,6 +85,7 @@ tests! {
         gpu_memory_taken_by_another_process_ends_the_run_and_names_it
         the_variable_that_hides_all_gpus_is_named
         a_plan_that_does_not_fit_is_refused
+        a_kernel_that_is_not_built_in_is_refused_before_the_plan
         gpus_that_share_no_memory_are_refused_for_ipc;
 }
 

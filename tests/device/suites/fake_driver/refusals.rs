@@ -1,6 +1,9 @@
 //! What cannot run is refused before it begins, and a run that fails leaves its GPU.
 
 use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
 
 use crate::site::{Site, says};
 
@@ -64,6 +67,58 @@ pub(crate) fn a_plan_that_does_not_fit_is_refused() {
     let (code, text) = site.run(&none, "--device cuda --output out");
     assert_eq!(code, Some(13), "{text}");
     says(&text, &["error[E12]"]);
+}
+
+/// Attention with a head dim that is not built in needs NVRTC. Without it, what would launch the kernel is refused before
+/// a plan is made and a weight is read.
+pub(crate) fn a_kernel_that_is_not_built_in_is_refused_before_the_plan() {
+    let site = Site::with_samples();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../launcher/src/commands/verify/tiny/minicpm.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(tiny).unwrap()).unwrap();
+    // 128 / 8 = 16.
+    config["num_attention_heads"] = 8.into();
+    fs::write(site.path("narrow.json"), config.to_string()).unwrap();
+    let made = "synth --model-config narrow.json --weights seeded --samples 2 --output narrow";
+    let (code, text) = site.run(&[], made);
+    assert_eq!(code, Some(0), "{text}");
+    let data = "--data data.json";
+    let train = format!("--model narrow {data} --max-steps 1 --nproc 1 --output out");
+    let lines = [
+        train.clone(),
+        format!("{train} --verify-gpu auto"),
+        format!("plan --model narrow {data} --nproc 1"),
+        "plan --model narrow/config.json --nproc 1".to_owned(),
+        "generate --model narrow --prompt Why? --max-new-tokens 2".to_owned(),
+        format!("eval --model narrow {data} --nproc 2"),
+    ];
+    let words = [
+        "error[E12] cannot start the run: a kernel is neither built in nor can it be compiled",
+        "module attention-type1-head_dim16 is not among the built-in PTX and NVRTC was not found",
+        "built in for head dims 32, 64, 72, 80, 112, 128",
+        "pip install nvidia-cuda-nvrtc",
+    ];
+    for line in &lines {
+        let (code, text) = site.run(&[], &format!("{line} --device cuda --precision bf16"));
+        assert_eq!(code, Some(13), "{line}\n{text}");
+        says(&text, &words);
+        let early = ["\n plan ", "verify ", "answer", "loaded"];
+        let late = early.iter().find(|word| text.contains(**word));
+        assert_eq!(late, None, "{line}\n{text}");
+        assert!(!site.path("out").exists(), "{line}");
+    }
+    // Attention in f32 has a kernel for every head dim.
+    for line in [&train, &lines[4]] {
+        let (code, text) = site.run(&[], &format!("{line} --device cuda --precision f32"));
+        assert_eq!(code, Some(0), "{line}\n{text}");
+    }
+    // A described GPU is on another machine, which may have NVRTC.
+    let described = format!(
+        "{} --device cuda --precision bf16 --hw 24GiB",
+        lines[2].replace(" --nproc 1", "")
+    );
+    let (code, text) = site.run(&[], &described);
+    assert_eq!(code, Some(0), "{text}");
 }
 
 /// After a failure, destructors do not wait for a GPU that may wait for a lost rank.

@@ -193,7 +193,7 @@ pub(crate) fn agree(site: &Site, run: &str, like: &str) {
     near(&got, &want, DType::F32);
 }
 
-fn near(got: &[f64], want: &[f64], dtype: DType) {
+pub(crate) fn near(got: &[f64], want: &[f64], dtype: DType) {
     assert_eq!(got.len(), want.len());
     for (step, (x, y)) in got.iter().zip(want).enumerate() {
         let allowed = tolerance::trajectory(dtype, *y, step);

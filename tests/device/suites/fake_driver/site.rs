@@ -28,7 +28,8 @@ pub(crate) const TWO_UPDATES: &str =
 
 /// The words of a line, without the verification of GPUs unless the line asks for it.
 fn words(line: &str) -> String {
-    match line.contains("--verify-gpu") || line.starts_with("doctor") {
+    let has_none = |command: &&str| line.starts_with(command);
+    match line.contains("--verify-gpu") || ["doctor", "synth"].iter().any(has_none) {
         true => line.to_owned(),
         false => format!("{line} --verify-gpu off"),
     }

@@ -1,7 +1,9 @@
 //! The optimizer in backward and in forward: the same bits, in the planned memory.
 
+use kernels::DType;
 use serde_json::Value;
 
+use crate::runs::near;
 use crate::site::{Site, every};
 
 /// The optimizer runs in backward where host memory is spare, with the same bits. The plan includes the second states.
@@ -33,6 +35,60 @@ pub(crate) fn the_optimizer_runs_in_backward_where_host_memory_is_spare() {
         assert_eq!(site.losses(&run), site.losses("stay-auto"));
         assert!(site.weights(&run, 3) == site.weights("stay-auto", 3));
         site.takes_what_the_plan_says(&run);
+    }
+}
+
+/// The optimizer runs in the next forward, with the losses and weights of updates after the pass and in the planned memory.
+/// Clipping and the last update change nothing: evaluation and the checkpoint wait for it.
+pub(crate) fn the_optimizer_runs_in_forward_with_the_same_bits() {
+    let site = Site::with_model();
+    let cells = [
+        ("f32", 2, "--precision f32 --offload cpu"),
+        (
+            "clipped",
+            1,
+            "--precision bf16 --offload cpu --max-grad-norm 0.05",
+        ),
+        ("there", 2, "--precision bf16 --offload optimizer=cpu"),
+        (
+            "wide",
+            1,
+            "--precision fp16 --offload cpu --gradient-accumulation-steps 2",
+        ),
+    ];
+    for (cell, ranks, flags) in &cells[..if every() { 4 } else { 2 }] {
+        let line = LINE.replace("--nproc 2", &format!("--nproc {ranks}"));
+        let line = line.replace(
+            "--eval-strategy no",
+            "--eval-data held_out.json --eval-steps 2",
+        );
+        let line = format!("{line} {flags} --optimizer-in-backward off");
+        let [off, on] = ["off", "on"].map(|mode| {
+            let run = format!("{cell}-{mode}");
+            let more = format!("--optimizer-in-forward {mode} --output {run}");
+            let screen = site.train(&[], &format!("{line} {more}"));
+            let said = screen.contains("is updated beside the next pass");
+            assert_eq!(said, mode == "on", "{screen}");
+            for rank in 0..*ranks {
+                assert_eq!(spans(&site, &run, rank, "early update"), 0, "{run}");
+                let late = spans(&site, &run, rank, "late update");
+                assert_eq!(late > 0, mode == "on", "{run}, rank {rank}");
+            }
+            site.takes_what_the_plan_says(&run);
+            takes_the_planned_host_memory(&site, &run);
+            run
+        });
+        assert_eq!(site.losses(&on), site.losses(&off), "{cell}");
+        let evaluated = site.logged(&on, "eval_loss");
+        assert!(!evaluated.is_empty(), "{cell}");
+        assert_eq!(evaluated, site.logged(&off, "eval_loss"), "{cell}");
+        assert!(site.weights(&on, 3) == site.weights(&off, 3), "{cell}");
+        if *cell == "f32" {
+            let cpu = line.replace("--device cuda", "--device cpu");
+            let cpu = cpu.replace("--trace-steps 2..4", "");
+            site.train(&[], &format!("{cpu} --output cpu"));
+            near(&site.losses(&on), &site.losses("cpu"), DType::F32);
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! Verification of GPUs before a run: done once, and what fails falls back or is refused.
 
+use device_tests::emulator::object_name;
+use kernels::cuda::ptx;
 use serde_json::Value;
 
 use crate::runs::agree;
@@ -49,6 +51,46 @@ pub(crate) fn a_wrong_gpu_is_refused() {
     let (code, text) = site.run(&[wrong], line);
     assert_eq!(code, Some(0), "{text}");
     says(&text, &["the demo takes the CPU", "1 rank on cpu"]);
+}
+
+/// Adapters of answers and evaluations are verified with the model: a kernel that only they launch and that is wrong is
+/// found before a token.
+pub(crate) fn adapters_of_answers_are_verified() {
+    let site = Site::with_model();
+    let line = "--device cpu --nproc 1 --precision bf16 --lora-rank 8 --max-steps 1 --eval-strategy no \
+                --save-strategy steps --save-steps 1 --output lora";
+    site.train(&[], line);
+    // Products with the rank as their width.
+    let narrow = |name: &str| {
+        name.starts_with("lora_linear-type1-out1-transpose_a0-transpose_b0-block_m64-block_n16-")
+    };
+    let modules = ptx::bundle().iter().filter(|(name, _)| narrow(name));
+    let faults: Vec<String> = modules
+        .map(|(_, entry)| format!("{}:1+", object_name(&entry.ptx)))
+        .collect();
+    let wrong = [("TESSERA_FAKE_FAULT", &*faults.join(","))];
+    let asks = [
+        "generate --model model --prompt Why? --max-new-tokens 2",
+        "eval --model model --data held_out.json --max-new-tokens 2",
+    ];
+    for ask in asks {
+        let ask = format!("{ask} --precision bf16 --device cuda --verify-gpu auto");
+        let (code, text) = site.run(&wrong, &ask);
+        assert_eq!(code, Some(0), "{text}");
+        assert!(!text.contains("fake driver: fault"), "{text}");
+        let adapted = format!("{ask} --adapter lora/checkpoint-1");
+        let (code, text) = site.run(&wrong, &adapted);
+        assert_eq!(code, Some(13), "{text}");
+        says(&text, &["error[E22] GPU 0", "matmul [2100, 12, 136]"]);
+        assert!(!text.contains(" load "), "{text}");
+    }
+    let adapted = format!(
+        "{} --device cuda --verify-gpu auto --adapter lora/checkpoint-1",
+        asks[0]
+    );
+    let (code, text) = site.run(&[], &adapted);
+    assert_eq!(code, Some(0), "{text}");
+    says(&text, &["8 adapters"]);
 }
 
 /// Graphs that lose a command are not used, and wrong products of the library are computed by our kernels instead.

@@ -21,8 +21,8 @@ const HEADS_OF_A_PART: u32 = 3;
 /// Rows of the other operand that a block of the plain family holds in shared memory.
 const PLAIN_TILE: u32 = 32;
 
-/// Head dims of the tested modules: those of the supported models.
-const HEAD_DIMS: [u32; 6] = [32, 64, 72, 80, 112, 128];
+/// Head dims of the tested modules, which are built in: those of the supported models.
+pub const HEAD_DIMS: [u32; 6] = [32, 64, 72, 80, 112, 128];
 
 const KERNELS: &[&str] = &[
     "forward_128",

@@ -2,6 +2,7 @@
 //! works at its first use on a GPU.
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use kernels::DType;
@@ -13,7 +14,7 @@ use kernels::cuda::ops::workspace::Workspace;
 use optim::rng::RandomStream;
 
 use super::BUDGET;
-use crate::stages::{median_milliseconds, queue};
+use crate::stages::{Setting, median_milliseconds, queue};
 
 /// Operations that rows need of a device.
 pub(super) trait Bench {
@@ -52,14 +53,20 @@ pub(super) struct OnGpu<'g> {
     /// The library, or the reason for its absence.
     library: Result<CublasLt, String>,
     memory: Vec<Memory>,
+    /// Time for the repetitions of a row.
+    budget: Duration,
 }
 
 impl<'g> OnGpu<'g> {
-    pub(super) fn new(gpu: &'g Gpu, library: Result<CublasLt, String>) -> Self {
+    pub(super) fn new(gpu: &'g Gpu, library: Result<CublasLt, String>, setting: &Setting) -> Self {
         Self {
             gpu,
             library,
             memory: Vec::new(),
+            budget: match setting.small {
+                true => Duration::ZERO,
+                false => BUDGET,
+            },
         }
     }
 }
@@ -100,7 +107,7 @@ impl Bench for OnGpu<'_> {
     }
 
     fn time(&mut self, sets: &[Vec<Launch>]) -> Result<f64> {
-        median_milliseconds(self.gpu, BUDGET, |round| {
+        median_milliseconds(self.gpu, self.budget, |round| {
             let set = &sets[round % sets.len()];
             let mut launches = set.iter();
             launches.try_for_each(|launch| queue::launch(self.gpu, launch))
@@ -112,7 +119,7 @@ impl Bench for OnGpu<'_> {
             Ok(library) => library,
             Err(problem) => bail!("{problem}"),
         };
-        median_milliseconds(self.gpu, BUDGET, |_| {
+        median_milliseconds(self.gpu, self.budget, |_| {
             queue::multiply(self.gpu, library, product, workspace)
         })
     }

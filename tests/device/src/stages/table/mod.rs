@@ -28,6 +28,8 @@ use operations::{Amount, Row, Targets};
 const BUDGET: Duration = Duration::from_millis(200);
 /// Divisor of the model sizes on an emulated device.
 const SMALL: usize = 64;
+/// Parameters in the rows of the optimizer on an emulated device.
+const SMALL_PARAMS: u64 = 1 << 16;
 /// Seconds for all rows of PyTorch.
 const PEERS_SECONDS: u32 = 60;
 /// Additional time for PyTorch's start and for a row that it has begun.
@@ -48,7 +50,10 @@ pub fn run(setting: &Setting) -> Report {
     };
     let scale = Scale {
         divisor: SMALL.pow(u32::from(setting.small)),
-        params: operations::params(&gpu),
+        params: match setting.small {
+            true => SMALL_PARAMS,
+            false => operations::params(&gpu),
+        },
     };
     let peers = peers(setting, "table", scale.params);
     if peers.is_empty() && setting.peers.is_some() {
@@ -61,7 +66,7 @@ pub fn run(setting: &Setting) -> Report {
         peers_asked: !peers.is_empty(),
         peers,
     };
-    let mut bench = OnGpu::new(&gpu, Err("no row needs it".into()));
+    let mut bench = OnGpu::new(&gpu, Err("no row needs it".into()), setting);
     for row in operations::all() {
         if setting.expired() {
             report.failure(format!("the time was used up before {}", row.name));
@@ -144,8 +149,10 @@ fn judge(
         (Some(target), Some(share)) => {
             report.target(&format!("{} beside the copy", row.name), share, target);
         }
-        (Some(_), None) => report.failure(format!("{}: not judged, no measured copy", row.name)),
-        (None, _) => {}
+        (Some(_), None) if !report.unjudged => {
+            report.failure(format!("{}: not judged, no measured copy", row.name));
+        }
+        (Some(_) | None, _) => {}
     }
     match (torch, peer) {
         (Some(target), Some(peer)) => {

@@ -74,7 +74,12 @@ pub fn run(setting: &Setting) -> Report {
         divisor: SMALL.pow(u32::from(setting.small)),
         params: 0,
     };
-    all(&mut OnGpu::new(&gpu, library), scale, &mut report, &torch);
+    all(
+        &mut OnGpu::new(&gpu, library, setting),
+        scale,
+        &mut report,
+        &torch,
+    );
     report
 }
 
