@@ -13,7 +13,7 @@ use crate::error::threads::start_pool;
 use crate::error::{ErrorCode, Failure, chain, failures};
 use crate::lang::{both, text};
 use crate::launch::rank::StopFlag;
-use crate::launch::rendezvous::{self, Addresses, Met, Sums};
+use crate::launch::rendezvous::{self, Addresses, AgreedMath, Met};
 use crate::model::optimizer::optimizer;
 use crate::model::quantize;
 use crate::model::setup::Setup;
@@ -485,7 +485,7 @@ fn sums(
     comm: &dyn Communicator,
     reporter: &Reporter,
 ) -> Result<CpuMath, Failure> {
-    let Sums { math, text } = rendezvous::cpu_math(config, saved, CpuMath::native(), comm)?;
+    let AgreedMath { math, text } = rendezvous::cpu_math(config, saved, CpuMath::native(), comm)?;
     if let Some(text) = text.filter(|_| comm.world().rank == 0) {
         reporter.emit(&Event::Info {
             label: both("cpu", "cpu").into(),

@@ -66,7 +66,7 @@ pub(super) fn round(values: &mut [f32]) {
 /// The fastest instructions of this processor whose bits are those of the definition.
 pub(super) fn fastest() -> Tiles {
     #[cfg(target_arch = "x86_64")]
-    if amx::works() {
+    if amx::is_usable() {
         return Tiles::Amx;
     }
     Tiles::None

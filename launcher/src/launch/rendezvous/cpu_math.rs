@@ -1,20 +1,19 @@
 //! Order of sums that all ranks use on CPUs: `--cpu-math`.
 
 use engine::comm::{Communicator, Tag};
-use kernels::{CpuMath, DType};
+use kernels::CpuMath;
 use serde_json::Value;
 
-use crate::config::{CpuMathChoice, Device, RunConfig};
+use crate::config::{CpuMathChoice, Device, PrecisionChoice, RunConfig};
 use crate::error::Failure;
 use crate::error::failures::comm as comm_failure;
 use crate::lang::{Text, text};
-use crate::model::setup::precision;
 
 /// Key of a checkpoint's metadata with the order of sums of its run.
 pub(crate) const CPU_MATH: &str = "cpu_math";
 
 /// Order of sums of a run, and what to say about it.
-pub(crate) struct Sums {
+pub(crate) struct AgreedMath {
     pub(crate) math: CpuMath,
     pub(crate) text: Option<Text>,
 }
@@ -29,13 +28,17 @@ pub(crate) fn cpu_math(
     saved: Option<&Value>,
     native: CpuMath,
     comm: &dyn Communicator,
-) -> Result<Sums, Failure> {
-    let portable = Sums {
+) -> Result<AgreedMath, Failure> {
+    let portable = AgreedMath {
         math: CpuMath::Portable,
         text: None,
     };
     // Other types have one order.
-    if config.device != Device::Cpu || precision(config).weight_dtype() != DType::BF16 {
+    let in_bf16 = matches!(
+        config.precision,
+        PrecisionChoice::Bf16 | PrecisionChoice::PureBf16
+    );
+    if config.device != Device::Cpu || !in_bf16 {
         return Ok(portable);
     }
     // Earlier versions had the portable order and did not save it.
@@ -88,7 +91,7 @@ pub(crate) fn cpu_math(
         )),
         None => text,
     };
-    Ok(Sums { math, text })
+    Ok(AgreedMath { math, text })
 }
 
 #[cfg(test)]

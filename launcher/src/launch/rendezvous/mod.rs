@@ -27,7 +27,7 @@ use crate::launch::hostfile::host_name;
 use crate::launch::rank::StopFlag;
 use crate::launch::supervisor::job::fresh_token;
 use crate::rank_env::{DEFAULT_PORT, RankEnv};
-pub(crate) use cpu_math::{CPU_MATH, Sums, cpu_math};
+pub(crate) use cpu_math::{AgreedMath, CPU_MATH, cpu_math};
 pub(crate) use gpus::ranks_per_gpu;
 use machine::Machine;
 use serde_json::Value;

@@ -201,7 +201,7 @@ thread_local! {
 /// As [`tiles::tile`], with AMX.
 ///
 /// # Safety
-/// As [`tiles::tile`], and [`works`] is true.
+/// As [`tiles::tile`], and [`is_usable`] is true.
 pub(in crate::cpu::gemm) unsafe fn tile(
     rows: usize,
     cols: usize,
@@ -217,7 +217,7 @@ pub(in crate::cpu::gemm) unsafe fn tile(
             asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly));
         }
     }
-    let mut sums = Sums([[0.0; WORDS]; 6]);
+    let mut sums = Accumulators([[0.0; WORDS]; 6]);
     let groups = steps / tiles::PAIRS;
     let (height, width) = (rows.div_ceil(SIDE), cols.div_ceil(SIDE));
     // SAFETY: the panels that are multiplied exist.
@@ -246,9 +246,9 @@ pub(in crate::cpu::gemm) unsafe fn tile(
     }
 }
 
-/// Sums of up to two panels of rows and three of columns.
+/// Accumulators of up to two panels of rows and three of columns.
 #[repr(align(64))]
-struct Sums([[f32; WORDS]; 6]);
+struct Accumulators([[f32; WORDS]; 6]);
 
 /// The sums of one panel of each operand.
 ///
@@ -286,7 +286,7 @@ unsafe fn one(groups: usize, a: *const f32, b: *const f32, sums: &mut [f32; WORD
 ///
 /// # Safety
 /// All panels have `groups` tiles, and the registers are configured.
-unsafe fn two_by_three(groups: usize, a: *const f32, b: *const f32, sums: &mut Sums) {
+unsafe fn two_by_three(groups: usize, a: *const f32, b: *const f32, sums: &mut Accumulators) {
     let panel = groups * WORDS * size_of::<f32>();
     // SAFETY: the caller's promise. Only the registers named are changed.
     unsafe {
@@ -344,9 +344,9 @@ unsafe fn two_by_three(groups: usize, a: *const f32, b: *const f32, sums: &mut S
 
 /// Whether AMX is there, the system lets this process use it, and its products of a few tiles have the bits of the
 /// definition. Found out once per process.
-pub(in crate::cpu::gemm) fn works() -> bool {
-    static WORKS: OnceLock<bool> = OnceLock::new();
-    *WORKS.get_or_init(|| supported() >= Level::V4 && present() && permitted() && agrees(tile))
+pub(in crate::cpu::gemm) fn is_usable() -> bool {
+    static USABLE: OnceLock<bool> = OnceLock::new();
+    *USABLE.get_or_init(|| supported() >= Level::V4 && present() && permitted() && agrees(tile))
 }
 
 /// Whether the processor has tiles of bf16.
