@@ -1,7 +1,7 @@
 //! Common part of the kernels of all instruction sets.
 
 use super::super::simd::Level;
-use super::tiles::{self, Tiles};
+use super::tiles;
 use super::{CpuMath, Method, Product};
 use crate::DType;
 
@@ -229,9 +229,9 @@ impl Kernel {
                     super::x86::avx512::tile::<super::x86::avx512::Widened>,
                 ]),
                 tiles: match method.tiles {
-                    Tiles::None => None,
-                    Tiles::Software => Some([tiles::tile; 2]),
-                    Tiles::Amx => Some([super::x86::amx::tile, tiles::tile]),
+                    tiles::Tiles::None => None,
+                    tiles::Tiles::Software => Some([tiles::tile; 2]),
+                    tiles::Tiles::Amx => Some([super::x86::amx::tile, tiles::tile]),
                 },
                 math,
             },

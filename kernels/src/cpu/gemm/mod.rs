@@ -46,6 +46,10 @@ const FEW_ROWS: usize = 24;
 struct Method {
     level: Level,
     math: CpuMath,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "other processors have no tiles")
+    )]
     tiles: Tiles,
 }
 

@@ -31,6 +31,7 @@ pub(super) const PAIRS: usize = GROUP / 2;
 /// Lanes of a panel.
 pub(super) const SIDE: usize = 16;
 /// Words of a tile.
+#[cfg(target_arch = "x86_64")]
 pub(super) const WORDS: usize = SIDE * PAIRS;
 /// Most rows that a function for tiles multiplies: two panels.
 pub(super) const ROWS: usize = 2 * SIDE;
