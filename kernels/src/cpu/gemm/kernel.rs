@@ -212,7 +212,7 @@ impl Kernel {
                 rows: super::x86::avx2::ROWS,
                 cols: super::x86::avx2::COLS,
                 tile: super::x86::avx2::tile,
-                grouped: tiles::grouped_v3,
+                grouped: super::x86::grouped::tile_v3,
                 pairs: None,
                 tiles: None,
                 math,
@@ -223,15 +223,17 @@ impl Kernel {
                 rows: super::x86::avx512::ROWS,
                 cols: super::x86::avx512::COLS,
                 tile: super::x86::avx512::tile::<super::x86::avx512::Single>,
-                grouped: tiles::grouped_v4,
+                grouped: super::x86::grouped::tile,
                 pairs: (level == Level::V4Bf16).then_some([
                     super::x86::avx512::tile::<super::x86::avx512::Dot>,
                     super::x86::avx512::tile::<super::x86::avx512::Widened>,
                 ]),
                 tiles: match method.tiles {
                     tiles::Tiles::None => None,
-                    tiles::Tiles::Software => Some([tiles::tile; 2]),
-                    tiles::Tiles::Amx => Some([super::x86::amx::tile, tiles::tile]),
+                    tiles::Tiles::Software => Some([super::x86::grouped::tile_of_pairs; 2]),
+                    tiles::Tiles::Amx => {
+                        Some([super::x86::amx::tile, super::x86::grouped::tile_of_pairs])
+                    }
                 },
                 math,
             },

@@ -19,7 +19,7 @@
 
 use super::kernel::TileIo;
 #[cfg(target_arch = "x86_64")]
-use super::x86::{amx, avx2, avx512};
+use super::x86::amx;
 use super::{portable, stretches};
 use crate::DType;
 use half::bf16;
@@ -73,162 +73,46 @@ pub(super) fn fastest() -> Tiles {
     Tiles::None
 }
 
-/// The sums of `N` columns over this many pairs, for one row.
-#[inline(always)]
-fn sums<const N: usize>(
-    pairs: usize,
-    left: impl Fn(usize) -> [f32; 2],
-    right: impl Fn(usize) -> [[f32; N]; 2],
-) -> [f32; N] {
-    let mut sum = [0.0f32; N];
-    for (first, len) in stretches(pairs, PAIRS) {
-        let (mut even, mut odd) = ([0.0f32; N], [0.0f32; N]);
-        for pair in first..first + len {
-            let (left, right) = (left(pair), right(pair));
-            for j in 0..N {
-                even[j] = left[0].mul_add(right[0][j], even[j]);
-                odd[j] = left[1].mul_add(right[1][j], odd[j]);
-            }
-        }
-        for j in 0..N {
-            sum[j] += even[j] + odd[j];
-        }
-    }
-    sum
-}
-
-/// `to = from + factor * sums` for up to `N` columns of one row.
-///
-/// # Safety
-/// The row exists and has `cols` columns from `col` on.
-#[inline(always)]
-unsafe fn add<const N: usize>(sums: [f32; N], factor: f32, place: TileIo, cols: usize) {
-    for (j, sum) in sums.into_iter().enumerate().take(cols) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let from = *place.from.add(j);
-            *place.to.add(j) = factor.mul_add(sum, from);
-        }
-    }
-}
-
-/// Tile of operands of f32, in panels of `R` rows and `C` columns.
+/// Tile of operands of f32 in plain Rust.
 ///
 /// # Safety
 /// As [`super::kernel::Kernel::column`] for at most one panel of rows.
-#[inline(always)]
-unsafe fn grouped_of<const R: usize, const C: usize>(
-    (rows, cols): (usize, usize),
+pub(super) unsafe fn grouped(
+    rows: usize,
+    cols: usize,
     depth: usize,
     a: *const f32,
     b: *const f32,
     factor: f32,
     place: TileIo,
 ) {
+    const ROWS: usize = portable::ROWS;
     // SAFETY: by the contract the panels have depth `depth`.
     let (a, b) = unsafe {
         (
-            std::slice::from_raw_parts(a, R * depth),
-            std::slice::from_raw_parts(b, C * depth),
+            std::slice::from_raw_parts(a, ROWS * depth),
+            std::slice::from_raw_parts(b, portable::COLS * depth),
         )
     };
     for i in 0..rows {
-        for col in (0..cols).step_by(SIDE) {
-            let left = |pair: usize| {
-                [2 * pair, 2 * pair + 1].map(|k| if k < depth { a[k * R + i] } else { 0.0 })
-            };
-            let right = |pair: usize| {
-                let mut both = [[0.0; SIDE]; 2];
-                for (k, right) in (2 * pair..depth).zip(&mut both) {
-                    right.copy_from_slice(&b[k * C + col..][..SIDE]);
+        let mut sum = [0.0f32; portable::COLS];
+        for (first, len) in stretches(depth, GROUP) {
+            // Those of the even and of the odd `k`.
+            let mut halves = [[0.0f32; portable::COLS]; 2];
+            for k in first..first + len {
+                let right = &b[k * portable::COLS..][..portable::COLS];
+                for (half, right) in halves[k % 2].iter_mut().zip(right) {
+                    *half = a[k * ROWS + i].mul_add(*right, *half);
                 }
-                both
-            };
-            let sums = sums::<SIDE>(depth.div_ceil(2), left, right);
-            // SAFETY: by the contract the rows have `cols` elements.
-            unsafe { add(sums, factor, place.at(i, col), (cols - col).min(SIDE)) };
+            }
+            for (j, sum) in sum.iter_mut().enumerate() {
+                *sum += halves[0][j] + halves[1][j];
+            }
         }
-    }
-}
-
-/// Defines a function that a kernel calls for a tile, compiled for an instruction set.
-macro_rules! compiled {
-    ($(#[$meta:meta])* $name:ident, $($features:literal)?, $rows:expr, $cols:expr) => {
-        $(#[$meta])*
-        ///
-        /// # Safety
-        /// As [`super::kernel::Kernel::column`] for at most one panel of rows.
-        $(#[target_feature(enable = $features)])?
-        pub(super) unsafe fn $name(
-            rows: usize,
-            cols: usize,
-            depth: usize,
-            a: *const f32,
-            b: *const f32,
-            factor: f32,
-            place: TileIo,
-        ) {
-            // SAFETY: the caller's promises.
-            unsafe { grouped_of::<{ $rows }, { $cols }>((rows, cols), depth, a, b, factor, place) }
-        }
-    };
-}
-
-compiled! {
-    /// Tile of f32 for any processor.
-    grouped, , portable::ROWS, portable::COLS
-}
-#[cfg(target_arch = "x86_64")]
-compiled! {
-    /// Tile of f32 for AVX2.
-    grouped_v3, "avx2,fma", avx2::ROWS, avx2::COLS
-}
-#[cfg(target_arch = "x86_64")]
-compiled! {
-    /// Tile of f32 for AVX-512.
-    grouped_v4, "avx512f,avx512bw,avx512dq,avx512vl", avx512::ROWS, avx512::COLS
-}
-
-/// Up to 32 rows and 48 columns of operands in tiles.
-///
-/// # Safety
-/// As [`super::kernel::Kernel::column`] for at most two panels of rows, on a processor with AVX-512.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn tile(
-    rows: usize,
-    cols: usize,
-    steps: usize,
-    a: *const f32,
-    b: *const f32,
-    factor: f32,
-    place: TileIo,
-) {
-    let both = |word: u32| [word << 16, word & 0xffff_0000].map(f32::from_bits);
-    for i in 0..rows {
-        // SAFETY: by the contract the panels of these lanes have `steps` words a lane.
-        let a: &[u32] = unsafe {
-            let panel = a.add(i / SIDE * SIDE * steps);
-            std::slice::from_raw_parts(panel.cast(), SIDE * steps)
-        };
-        for col in (0..cols).step_by(SIDE) {
-            // SAFETY: as above.
-            let b: &[u32] =
-                unsafe { std::slice::from_raw_parts(b.add(col * steps).cast(), SIDE * steps) };
-            let left =
-                |pair: usize| both(a[pair / PAIRS * WORDS + i % SIDE * PAIRS + pair % PAIRS]);
-            let right = |pair: usize| {
-                let words = &b[pair * SIDE..][..SIDE];
-                let mut halves = [[0.0; SIDE]; 2];
-                for (j, word) in words.iter().enumerate() {
-                    let [even, odd] = both(*word);
-                    (halves[0][j], halves[1][j]) = (even, odd);
-                }
-                halves
-            };
-            let sums = sums::<SIDE>(steps, left, right);
+        for (j, sum) in sum.into_iter().enumerate().take(cols) {
+            let place = place.at(i, j);
             // SAFETY: by the contract the rows have `cols` elements.
-            unsafe { add(sums, factor, place.at(i, col), (cols - col).min(SIDE)) };
+            unsafe { *place.to = factor.mul_add(sum, *place.from) };
         }
     }
 }

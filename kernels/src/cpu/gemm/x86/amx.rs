@@ -12,6 +12,7 @@ use std::arch::x86_64::*;
 use std::cell::Cell;
 use std::sync::OnceLock;
 
+use super::grouped::tile_of_pairs;
 use super::pairs::Bound;
 use super::square::{transpose, zeros};
 use crate::cpu::gemm::kernel::{Least, Side, TileIo};
@@ -198,10 +199,10 @@ thread_local! {
     static CONFIGURED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// As [`tiles::tile`], with AMX.
+/// As [`tile_of_pairs`], with AMX.
 ///
 /// # Safety
-/// As [`tiles::tile`], and [`is_usable`] is true.
+/// As [`tile_of_pairs`], and [`is_usable`] is true.
 pub(in crate::cpu::gemm) unsafe fn tile(
     rows: usize,
     cols: usize,
@@ -415,7 +416,7 @@ fn agrees(tile: crate::cpu::gemm::kernel::Tile) -> bool {
                 unsafe { tile(rows, cols, steps, a.as_ptr(), b.as_ptr(), 0.5, place) };
                 to.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
             };
-            out(tile) == out(tiles::tile)
+            out(tile) == out(tile_of_pairs)
         })
 }
 
@@ -496,7 +497,7 @@ mod tests {
     #[test]
     fn instructions_with_other_bits_are_not_used() {
         if supported() >= Level::V4 {
-            assert!(agrees(tiles::tile as Tile));
+            assert!(agrees(tile_of_pairs as Tile));
             assert!(!agrees(one_chain as Tile));
         }
     }
