@@ -93,7 +93,10 @@ impl Loop for BlockSum<'_> {
             for run in runs.iter().chain(last) {
                 let run = &run[at..at + VECTORS * L::N];
                 for (v, sum) in sums.iter_mut().enumerate() {
-                    let x = l.load(&run[v * L::N..]);
+                    let own = &run[v * L::N..];
+                    // Each pass skips over most of the block, which no prefetcher of a processor follows.
+                    l.prefetch(own.as_ptr().wrapping_add(BLOCK_ELEMS));
+                    let x = l.load(own);
                     let square = l.mul(x, x);
                     largest = l.max(largest, square);
                     let (high, lost) = two_sum(l, sum.0, square);
