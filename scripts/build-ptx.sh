@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the PTX that is used where NVRTC is missing (kernels/src/cuda/ptx/sm_80.bundle), from the kernel sources.
 # Uses NVRTC of CUDA 12.2, so that every supported driver reads the result. Needs Python's pip and lzma.
+# Modules whose sources did not change keep their PTX; `: > kernels/src/cuda/ptx/sm_80.bundle` before it builds all anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tool=$(mktemp -d)

@@ -63,6 +63,7 @@ pub mod optimizer;
 pub mod rng;
 pub mod rounding;
 pub mod schedule;
+mod squares;
 mod warmup;
 
 pub use adamw::{AdamW, Bf16Storage, MomentDtype, PureBf16};

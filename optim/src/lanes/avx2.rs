@@ -18,19 +18,19 @@ use half::bf16;
 
 use super::{ByteTable, Lanes, Loop, PAD};
 
-/// Proof that the processor has AVX2.
+/// Proof that the processor has AVX2 and FMA.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());
 
 impl Avx2 {
     /// Returns the proof if the processor has the instructions, otherwise `None`.
     pub(crate) fn detect() -> Option<Self> {
-        (is_x86_feature_detected!("avx2")).then_some(Self(()))
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
     }
 
-    /// Runs a loop compiled with AVX2.
+    /// Runs a loop compiled with AVX2 and FMA.
     pub(crate) fn run(self, work: impl Loop) {
-        #[target_feature(enable = "avx2")]
+        #[target_feature(enable = "avx2,fma")]
         fn compiled<W: Loop>(lanes: Avx2, work: W) {
             work.run(lanes);
         }
@@ -94,6 +94,11 @@ impl Lanes for Avx2 {
     fn sqrt(self, a: Self::F) -> Self::F {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe { _mm256_sqrt_ps(a) }
+    }
+    #[inline(always)]
+    fn square_error(self, a: Self::F, square: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm256_fmsub_ps(a, a, square) }
     }
     #[inline(always)]
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U {

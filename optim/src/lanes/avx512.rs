@@ -179,6 +179,11 @@ impl<const VBMI: bool> Lanes for Avx512<VBMI> {
         unsafe { _mm512_sqrt_ps(a) }
     }
     #[inline(always)]
+    fn square_error(self, a: Self::F, square: Self::F) -> Self::F {
+        // SAFETY: `self` exists only where the instructions were detected.
+        unsafe { _mm512_fmsub_ps(a, a, square) }
+    }
+    #[inline(always)]
     fn near_mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         // SAFETY: `self` exists only where the instructions were detected.
         unsafe { _mm512_fmadd_ps(a, b, c) }

@@ -1,7 +1,7 @@
 //! Portable SIMD vectors: one notation for loops over AVX-512, AVX2 and plain arrays, with the same bits on each.
 //!
-//! Every operation rounds once, to nearest even; no operation is a fused multiply-add. A value of a type that
-//! implements [`Lanes`] proves that the processor has the instructions.
+//! Every operation rounds once, to nearest even. A value of a type that implements [`Lanes`] proves that the processor
+//! has the instructions.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -70,6 +70,8 @@ pub(crate) trait Lanes: Copy {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     fn sqrt(self, a: Self::F) -> Self::F;
+    /// `a * a - square`, rounded once. Where `square` is `a * a` rounded and at least 2^-100, it is the exact error.
+    fn square_error(self, a: Self::F, square: Self::F) -> Self::F;
 
     /// `a * b + c` for estimates: rounded once or twice, so the last bits depend on the instruction set.
     #[inline(always)]

@@ -67,6 +67,17 @@ impl Lanes for Portable {
         each(a, f32::sqrt)
     }
     #[inline(always)]
+    fn square_error(self, a: Self::F, square: Self::F) -> Self::F {
+        both(a, square, |a, square| {
+            if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+                return a.mul_add(a, -square);
+            }
+            // In f64 the square is exact, and so is the difference if `square` is the rounded one.
+            let wide = f64::from(a);
+            (wide * wide - f64::from(square)) as f32
+        })
+    }
+    #[inline(always)]
     fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
         both(a, b, u32::wrapping_add)
     }

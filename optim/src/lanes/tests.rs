@@ -28,6 +28,7 @@ impl Loop for Everything<'_> {
         keep(&|a, b, _| l.mul(a, b));
         keep(&|a, b, _| l.div(a, b));
         keep(&|a, _, _| l.sqrt(l.mul(a, a)));
+        keep(&|a, _, _| l.square_error(a, l.mul(a, a)));
         let u = |f: &dyn Fn(L::U, L::U) -> L::U, a, b| l.float(f(l.bits(a), l.bits(b)));
         keep(&|a, b, _| u(&|a, b| l.add_u(a, b), a, b));
         keep(&|a, b, _| u(&|a, b| l.mul_u(a, b), a, b));

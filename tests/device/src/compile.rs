@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use kernels::cuda::module::{Family, Module};
 use kernels::cuda::nvrtc::Compiler;
-use kernels::cuda::ptx::{ARCH, Bundle, Entry, records, source_hash};
+use kernels::cuda::ptx::{ARCH, Bundle, Entry, built_in, records, source_hash};
 
 use crate::cases::{self, Effort};
 use crate::emulator::{Emulator, Order};
@@ -45,7 +45,8 @@ pub fn is_unlisted(module: &Module) -> bool {
     closed && !listed.contains(module)
 }
 
-/// Compiles all modules to PTX and writes the uncompressed bundle.
+/// Compiles modules to PTX and writes the uncompressed bundle. Modules whose sources did not change since the built-in
+/// bundle keep its PTX.
 ///
 /// # Errors
 /// When NVRTC is missing or newer than the oldest driver, or a module does not compile.
@@ -58,7 +59,10 @@ pub fn build_ptx(setting: &Setting, file: &Path) -> Result<()> {
     );
     let mut bundle = Bundle::new();
     for module in modules() {
-        let ptx = compiler.compile(&module, ARCH)?.ptx;
+        let ptx = match built_in(&module) {
+            Some(ptx) => ptx.to_owned(),
+            None => compiler.compile(&module, ARCH)?.ptx,
+        };
         let source_hash = source_hash(&module);
         bundle.insert(module.name(), Entry { source_hash, ptx });
     }

@@ -254,3 +254,17 @@ impl Attention {
         sum_relative + 8.0 * Self::U32 * (1.0 + want.abs() + largest_score.abs())
     }
 }
+
+/// Relative error of a sum of squares of gradients over so many blocks of 4096 elements, by
+/// [`optim::clip::SquareSum`].
+///
+/// In a block, squares and what rounding takes from `high` are exact, so errors arise in `low` only. A pair of 16
+/// squares collects in `low` up to `17 u` of its sum, and rounds its i-th addition twice, by up to `u²` and
+/// `(i + 1) u²` more: `184 u²`. Eight levels over pairs let `low` grow to `25 u`, and round twice: `400 u²`. What
+/// squares lose below the smallest f32 is smaller than `u²`. Blocks are added in f64: one after the other in a lane, ten
+/// levels over lanes, and one conversion.
+#[must_use]
+pub fn square_sum(blocks: usize) -> f64 {
+    let wide = f64::EPSILON / 2.0;
+    600.0 * U32 * U32 + (blocks.div_ceil(1024) + 11) as f64 * wide
+}

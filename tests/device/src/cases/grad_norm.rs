@@ -7,7 +7,7 @@ use kernels::cuda::ops::grad_norm::{self, Clip, SquareSums};
 use optim::clip::{GradientScale, NORM_BLOCK_ELEMS, sum_of_squares};
 
 use super::{Case, Effort};
-use crate::machine::Machine;
+use crate::machine::{Buffer, Machine};
 use crate::numbers::{bytes, widened};
 use crate::random::Operands;
 
@@ -27,6 +27,11 @@ pub fn cases(effort: Effort) -> Vec<Case> {
         for &(n, shift) in &windows {
             let name = format!("grad_norm {dtype}, {n} elements from {shift}");
             let run = move |machine: &mut dyn Machine| check_sum(machine, dtype, n, shift);
+            cases.push(Case::new(name, run));
+        }
+        for shift in [0, 3] {
+            let name = format!("grad_norm {dtype}, blocks of all magnitudes from {shift}");
+            let run = move |machine: &mut dyn Machine| check_magnitudes(machine, dtype, shift);
             cases.push(Case::new(name, run));
         }
         let name = format!("grad_norm {dtype}, numbers that are not finite");
@@ -52,26 +57,80 @@ fn check_sum(machine: &mut dyn Machine, dtype: DType, n: usize, shift: usize) ->
     let mut want = 0.0;
     for name in ["first", "second"] {
         let values = widened(dtype, &Operands::new(8).normal(name, shift + n, 3.0));
-        let x = machine.upload(&bytes(dtype, &values))?;
-        let start = Address(x.address.0 + (shift * dtype.size_bytes()) as u64);
-        let workspace = machine.output::<u8>(grad_norm::workspace_bytes(n as u64) as usize)?;
-        let launches = grad_norm::square_sum(
-            dtype,
-            start,
-            n as u64,
-            workspace.address,
-            sum.address,
-            name == "second",
-        );
-        for launch in launches.expect("float dtypes") {
-            machine.launch(&launch)?;
-        }
+        add_sum(machine, dtype, &values, shift, (sum, name == "second"))?;
         want += sum_of_squares(&values[shift..]);
         let got = machine.download::<f64>(sum)?[0];
         ensure!(
             got.to_bits() == want.to_bits(),
             "{name} window: {got:e} instead of {want:e}"
         );
+    }
+    Ok(())
+}
+
+/// One whole block per magnitude, and a part of one: those with subnormal or infinite squares, and either side of the
+/// limits beyond which a block is scaled.
+fn check_magnitudes(machine: &mut dyn Machine, dtype: DType, shift: usize) -> Result<()> {
+    let two_to = |exponent: i32| 2f32.powi(exponent);
+    let largest = [
+        0.0,
+        f32::from_bits(1),
+        f32::MIN_POSITIVE,
+        1e-30,
+        1e-20,
+        two_to(-40).next_down(),
+        two_to(-40),
+        1e-5,
+        1.0,
+        two_to(50).next_down(),
+        two_to(50),
+        1e20,
+        f32::MAX,
+    ];
+    for largest in largest {
+        let n = shift + NORM_BLOCK_ELEMS + 300;
+        let shares = Operands::new(10).normal("magnitudes", n, 0.3);
+        let mut values: Vec<f32> = shares
+            .iter()
+            .map(|x| x.clamp(-1.0, 1.0) * largest)
+            .collect();
+        // The largest magnitude itself, in each block.
+        values[shift + 77] = largest;
+        values[n - 1] = -largest;
+        let values = widened(dtype, &values);
+        if values.iter().any(|v| !v.is_finite()) {
+            continue; // outside the range of the dtype
+        }
+        let sum = machine.output::<f64>(1)?;
+        add_sum(machine, dtype, &values, shift, (sum, false))?;
+        let (got, want) = (
+            machine.download::<f64>(sum)?[0],
+            sum_of_squares(&values[shift..]),
+        );
+        ensure!(
+            got.to_bits() == want.to_bits(),
+            "up to {largest:e}: {got:e} instead of {want:e}"
+        );
+    }
+    Ok(())
+}
+
+/// Launches the sum of the elements from `shift` on into `sum`, added to the old value on request.
+fn add_sum(
+    machine: &mut dyn Machine,
+    dtype: DType,
+    values: &[f32],
+    shift: usize,
+    (sum, accumulate): (Buffer, bool),
+) -> Result<()> {
+    let n = (values.len() - shift) as u64;
+    let x = machine.upload(&bytes(dtype, values))?;
+    let start = Address(x.address.0 + (shift * dtype.size_bytes()) as u64);
+    let workspace = machine.output::<u8>(grad_norm::workspace_bytes(n) as usize)?;
+    let launches =
+        grad_norm::square_sum(dtype, start, n, workspace.address, sum.address, accumulate);
+    for launch in launches.expect("float dtypes") {
+        machine.launch(&launch)?;
     }
     Ok(())
 }

@@ -62,7 +62,9 @@ pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in [DType::BF16, DType::F16] {
         for (d, heads) in [
+            (16, (4, 1)),
             (32, (8, 2)),
+            (48, (5, 1)),
             (64, (3, 3)),
             (72, (1, 1)),
             (80, (2, 1)),
