@@ -3,6 +3,7 @@
 use crate::cogvlm::CogConfig;
 use crate::config::ConfigError;
 use crate::families::Family;
+use crate::generation_config::GenerationConfig;
 use crate::glm4v::config::Glm4vConfig;
 use crate::glm41v::config::Glm41vConfig;
 use crate::image::RgbImage;
@@ -42,6 +43,8 @@ pub fn config(bytes: &[u8]) -> Result<(), ConfigError> {
     let minicpm = MiniCpmConfig::parse(bytes, path).map(drop);
     let glm4v = Glm4vConfig::parse(bytes, path).map(drop);
     let glm41v = Glm41vConfig::parse(bytes, path).map(drop);
+    // `generation_config.json` has the same reader.
+    drop(GenerationConfig::parse(bytes, path));
     match Family::of_bytes(bytes, path)? {
         Family::CogVlm | Family::CogVlm2 | Family::CogAgent => cog,
         Family::MiniCpm => minicpm,

@@ -54,7 +54,7 @@ impl GenerationConfig {
         }
     }
 
-    fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
+    pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self, ConfigError> {
         let file = ConfigFile::parse(bytes, path)?;
         let fields = file.fields();
         let samples = fields.flag("do_sample", false)?;

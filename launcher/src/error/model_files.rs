@@ -13,8 +13,9 @@ use std::error::Error;
 use std::path::{Component, Path, PathBuf};
 
 /// Small files that `git clone` without git-lfs may leave as pointers.
-const SMALL_FILES: [&str; 11] = [
+const SMALL_FILES: [&str; 12] = [
     "config.json",
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",

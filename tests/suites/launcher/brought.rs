@@ -232,10 +232,12 @@ fn the_real_cause_of_an_unusable_directory_is_named() {
         fs::write(&path, before).unwrap();
     };
     let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7031645\n";
+    fs::write(site.path("model/generation_config.json"), "{}").unwrap();
     for name in [
         "tokenizer.json",
         "tokenizer_config.json",
         "config.json",
+        "generation_config.json",
         "preprocessor_config.json",
     ] {
         changed(name, pointer, &[name, "git-lfs pointer", "git lfs pull"]);
