@@ -51,7 +51,7 @@ mod of_cuda {
         let dims = HEAD_DIMS.map(|dim| dim.to_string()).join(", ");
         let failure = failure.evidence(text!(
             "attention in 16 bits is built in for head dims {dims}",
-            "内置的 16 位注意力内核支持的 head dim：{dims}"
+            "16 位注意力内核内置支持的头维度：{dims}"
         ));
         let failure = match others.len() {
             0 => failure,
@@ -63,7 +63,7 @@ mod of_cuda {
         Err(failure
             .next(both(
                 "--precision f32 runs attention of any head dim without NVRTC",
-                "--precision f32 时，任意 head dim 的注意力都不需要 NVRTC",
+                "--precision f32 时，任意头维度的注意力都不需要 NVRTC",
             ))
             .next(both(
                 "--device cpu needs no kernel",

@@ -198,6 +198,14 @@ pub(crate) fn two_ranks_on_one_gpu_have_the_results_of_one_rank() {
         "2 ranks share 1 GPU: each rank has a part of the memory",
     ];
     says(&screen, &words);
+    // NCCL accepts ranks on one GPU that claim to be on two hosts.
+    let nccl = format!("{line} --nproc 2 --output nccl --collectives nccl --comm-timeout 120");
+    let screen = site.train(&one_gpu, &nccl);
+    says(
+        &screen,
+        &["nccl, through sockets, because ranks share a GPU"],
+    );
+    assert_eq!(site.losses("nccl"), site.losses("two"));
     // By default each rank has one GPU.
     let one = format!("{line} --output one --gradient-accumulation-steps 2");
     let screen = site.train(&one_gpu, &one);
