@@ -161,7 +161,8 @@ start() {
 
 # Compares the operations and a training step of every family with the CPU, as a run does the first time it meets a GPU.
 verify() {
-  "$bin/launcher" doctor --verify-gpu >"$out/verify.txt" 2>&1
+  # It writes a report into the working directory.
+  (cd "$out" && "$bin/launcher" doctor --verify-gpu) >"$out/verify.txt" 2>&1
   local code=$?
   { echo "## launcher doctor --verify-gpu"; echo; echo '```'; cat "$out/verify.txt"; echo '```'; } >"$out/verify.md"
   cat "$out/verify.txt"
