@@ -80,7 +80,8 @@ impl Glm4vConfig {
             rope_layout,
             qkv_bias: text.flag("add_qkv_bias", false)?,
             vision: EvaConfig::read(fields)?,
-            scaling_factor: fields.positive_or("vision_config.scaling_factor", 1.0)?,
+            // The published class has no default.
+            scaling_factor: fields.positive("vision_config.scaling_factor")?,
             eos_ids: fields.eos_ids_of_both(text)?,
         };
         // Two by two patches become one feature.

@@ -91,6 +91,11 @@ fn unsupported_configurations_are_refused() {
         *config.pointer_mut(pointer).unwrap() = value;
         assert!(parse(&config).is_err(), "{pointer}");
     }
+    let mut config = published();
+    let vision = config["vision_config"].as_object_mut().unwrap();
+    vision.remove("scaling_factor");
+    let error = format!("{:?}", parse(&config).unwrap_err());
+    assert!(error.contains("scaling_factor"), "{error}");
     for field in ["pre_seq_len", "quantization_bit"] {
         let with = |value| {
             let mut config = published();
