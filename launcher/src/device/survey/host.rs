@@ -127,7 +127,10 @@ pub(crate) fn instruction_sets() -> Vec<&'static str> {
         ($detected:ident: $($name:tt)*) => { $(if std::arch::$detected!($name) { sets.push($name); })* };
     }
     #[cfg(target_arch = "x86_64")]
-    ask!(is_x86_feature_detected: "avx2" "fma" "f16c" "avx512f" "avx512bw" "avx512dq" "avx512vl");
+    ask!(is_x86_feature_detected: "avx2" "fma" "f16c" "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512bf16");
+    if kernels::CpuMath::native() == kernels::CpuMath::Amx {
+        sets.push("amx");
+    }
     #[cfg(target_arch = "aarch64")]
     ask!(is_aarch64_feature_detected: "neon" "fp16" "bf16" "sve" "sve2");
     sets
