@@ -76,8 +76,8 @@ pub(crate) fn a_kernel_that_is_not_built_in_is_refused_before_the_plan() {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../launcher/src/commands/verify/tiny/minicpm.json");
     let mut config: Value = serde_json::from_slice(&fs::read(tiny).unwrap()).unwrap();
-    // 128 / 8 = 16.
-    config["num_attention_heads"] = 8.into();
+    // 128 / 16 = 8.
+    config["num_attention_heads"] = 16.into();
     fs::write(site.path("narrow.json"), config.to_string()).unwrap();
     let made = "synth --model-config narrow.json --weights seeded --samples 2 --output narrow";
     let (code, text) = site.run(&[], made);
@@ -94,8 +94,8 @@ pub(crate) fn a_kernel_that_is_not_built_in_is_refused_before_the_plan() {
     ];
     let words = [
         "error[E12] cannot start the run: a kernel is neither built in nor can it be compiled",
-        "module attention-type1-head_dim16 is not among the built-in PTX and NVRTC was not found",
-        "built in for head dims 32, 64, 72, 80, 112, 128",
+        "module attention-type1-head_dim8 is not among the built-in PTX and NVRTC was not found",
+        "built in for head dims 16, 32, 48, 64, 72, 80, 112, 128",
         "pip install nvidia-cuda-nvrtc",
     ];
     for line in &lines {
