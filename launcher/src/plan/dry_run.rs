@@ -214,12 +214,14 @@ fn launched(run: &RunPlan, counting: &Arc<dyn Backend>) -> Result<KernelList, Fa
 /// # Errors
 /// A kernel without code (exit 13); the configuration cannot be used.
 pub(crate) fn check_kernels(config: &RunConfig) -> Result<(), Failure> {
+    let kinds = device::counting(config);
+    if kinds.is_empty() {
+        // Nothing on the CPU needs NVRTC, which takes a while to search for.
+        return Ok(());
+    }
     let run = config.draft();
-    let kinds = device::counting(config).into_iter();
-    have_code(
-        kinds.map(|counting| launched(&run, &counting)),
-        &Variables::read(),
-    )
+    let lists = kinds.iter().map(|counting| launched(&run, counting));
+    have_code(lists, &Variables::read())
 }
 
 fn allocate(error: &EngineError) -> Failure {
