@@ -33,7 +33,7 @@ pub enum VerifyGpu {
     Full,
 }
 
-/// `--cpu-math`: order in which CPUs sum products of two bf16 matrices.
+/// `--cpu-math`: order in which CPUs sum products with a bf16 matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CpuMathChoice {

@@ -85,7 +85,7 @@ impl TileIo {
 pub(super) enum Form {
     /// One f32 for each `k`.
     Single,
-    /// One f32 for each `k` with a value of bf16, which are added in the order of [`CpuMath::Amx`].
+    /// One f32 for each `k`, already rounded to bf16. The kernel adds the products in the order of [`CpuMath::Amx`].
     Grouped,
     /// Two bf16 in 32 bits, those of two consecutive `k`. The first is in the upper half, because `vdpbf16ps` adds the
     /// product of the upper halves first.

@@ -24,35 +24,38 @@ use super::{portable, stretches};
 use crate::DType;
 use half::bf16;
 
-/// Length of a group of `k`.
+/// Consecutive `k` of a group.
 pub(super) const GROUP: usize = 32;
-/// Pairs of a group.
+/// Pairs of consecutive `k` of a group.
 pub(super) const PAIRS: usize = GROUP / 2;
 /// Lanes of a panel.
 pub(super) const SIDE: usize = 16;
-/// Words of a tile.
+/// 32-bit words of a tile: one for each lane and pair.
 #[cfg(target_arch = "x86_64")]
 pub(super) const WORDS: usize = SIDE * PAIRS;
 /// Most rows that a function for tiles multiplies: two panels.
 pub(super) const ROWS: usize = 2 * SIDE;
-/// Depth from which tiles are used. Below, an operand whose groups are filled up could need more memory than one of f32.
+/// Least length of `k` for which tiles are used. The last group is filled up with zeros, so a shorter operand could need
+/// more memory in tiles than in f32, for which the workspace is planned.
 pub(super) const LEAST_DEPTH: usize = 2 * GROUP;
 
 /// Instructions for products of tiles.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Tiles {
-    /// None: operands are packed as f32.
+    /// No tiles: operands are packed as f32.
     None,
-    /// f32 arithmetic.
+    /// Multiply-adds of f32 vectors on operands in tiles.
     #[cfg_attr(
         not(test),
         allow(dead_code, reason = "tests compare it with the definition")
     )]
     Software,
+    /// `TDPBF16PS`.
     Amx,
 }
 
-/// Whether products of these types have the sums of AMX: those with an operand of bf16, and the other one not of f16.
+/// Whether [`CpuMath::Amx`](crate::CpuMath::Amx) changes the sums of products of these types: one operand is bf16, the other
+/// bf16 or f32.
 pub(super) fn defines(dtypes: [DType; 2]) -> bool {
     dtypes.contains(&DType::BF16) && !dtypes.contains(&DType::F16)
 }

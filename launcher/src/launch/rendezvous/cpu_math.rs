@@ -12,13 +12,13 @@ use crate::lang::{Text, text};
 /// Key of a checkpoint's metadata with the order of sums of its run.
 pub(crate) const CPU_MATH: &str = "cpu_math";
 
-/// Order of sums of a run, and what to say about it.
+/// Order of sums that the ranks agreed on, and the line to print about it, if any.
 pub(crate) struct AgreedMath {
     pub(crate) math: CpuMath,
     pub(crate) text: Option<Text>,
 }
 
-/// Order of sums of a run on processors of which this rank's is `native`. All ranks get the same one. `saved` is the
+/// Agrees with all ranks on the order of sums. `native` is the order that this rank's processor computes fastest, `saved` the
 /// metadata of the checkpoint that the run continues.
 ///
 /// # Errors

@@ -1,6 +1,6 @@
 //! Tiles of bf16 by AMX: packing, and products of two panels of rows and three of columns.
 //!
-//! Six tile registers hold sums, one a tile of the left and one a tile of the right operand. Rust has no stable
+//! Of the eight tile registers six hold sums, one a tile of the left operand and one a tile of the right. Rust has no stable
 //! intrinsics for AMX, so the instructions are written as assembly.
 
 use std::arch::asm;
@@ -22,7 +22,7 @@ use crate::cpu::simd::{Level, prefetch, supported};
 use crate::{DType, Float};
 use half::bf16;
 
-/// Prefetch distance in groups along a lane, and in `k` if lanes are side by side in memory.
+/// Prefetch distance in elements along a lane, and in `k` if lanes are side by side in memory.
 const AHEAD: usize = 4 * GROUP;
 const AHEAD_ROWS: usize = 16;
 /// Bytes of a row of a tile.
@@ -425,7 +425,10 @@ mod tests {
     use super::*;
     use crate::cpu::gemm::kernel::Tile;
 
-    /// The order of AMX that rounds where the definition does not: one chain over all `k`.
+    /// A wrong order, which rounds otherwise than the definition: one chain over all `k`.
+    ///
+    /// # Safety
+    /// As [`tile_of_pairs`].
     unsafe fn one_chain(
         rows: usize,
         cols: usize,

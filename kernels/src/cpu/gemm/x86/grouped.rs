@@ -12,9 +12,9 @@ use crate::cpu::gemm::kernel::TileIo;
 use crate::cpu::gemm::stretches;
 use crate::cpu::gemm::tiles::{PAIRS, SIDE, WORDS};
 
-/// Rows whose sums are in registers at one time: with three vectors of columns, 24 chains of 32 registers.
+/// Rows computed at one time. With three vectors of columns, two chains for each need 24 of the 32 vector registers.
 const ROWS: usize = 4;
-/// Rows with two vectors of columns: 12 chains of 16 registers.
+/// Rows computed at one time with AVX2: with two vectors of columns, two chains for each need 12 of 16 registers.
 const ROWS_V3: usize = 3;
 
 /// Pairs of `k` of packed operands.
@@ -31,7 +31,7 @@ trait Operands: Copy {
     unsafe fn right(self, v: usize, pair: usize) -> [__m512; 2];
 }
 
-/// Panels of f32.
+/// Operands of f32, one value for each lane and `k`.
 #[derive(Clone, Copy)]
 struct Wide {
     a: *const f32,
@@ -69,7 +69,7 @@ impl Operands for Wide {
     }
 }
 
-/// Panels of tiles with so many pairs.
+/// Operands in tiles, with `pairs` words for each lane.
 #[derive(Clone, Copy)]
 struct Narrow {
     a: *const f32,
