@@ -357,11 +357,17 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Number of rows of which each part of a sum over `total` rows has a multiple, the last part excepted. On the CPU
-    /// sums in such parts have the bits of the sum over all rows. On GPUs they may differ in the last bits: our kernels split a
-    /// sum by the number of rows, and cuBLASLt chooses its algorithm by shape.
+    /// Number of rows of which each part of a sum over `total` rows has a multiple, the last part excepted. Sums in such parts
+    /// have the bits of the sum over all rows; on a GPU, those of [`Backend::feed_forward`].
     fn part_step(&self, _total: usize) -> usize {
         1
+    }
+
+    /// The device that computes feed-forward layers, if it is not this one: it computes products on stretches of
+    /// [`Backend::part_step`] rows, so a tile of whole stretches makes the same calls as all rows at once. It shares all
+    /// memory with this device.
+    fn feed_forward(&self) -> Option<&dyn Backend> {
+        None
     }
 
     /// Adds a part of a matrix product whose sum runs over rows: `sum + op(a) @ op(b)` in f32, where `k` is the part's

@@ -9,6 +9,12 @@ pub struct Address(pub u64);
 impl Address {
     /// Null address. It stands for an optional operand that is absent.
     pub const NULL: Self = Self(0);
+
+    /// The address so many bytes after this one.
+    #[must_use]
+    pub const fn after(self, bytes: usize) -> Self {
+        Self(self.0 + bytes as u64)
+    }
 }
 
 /// One argument of a kernel launch, with the type that the kernel declares for it.

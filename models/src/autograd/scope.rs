@@ -45,6 +45,8 @@ pub struct Scope<'s> {
     tile: Option<Range<usize>>,
     /// Rows of a tile of the feed-forward layers; `None` to compute all rows at once.
     tiling: Option<NonZeroUsize>,
+    /// Whether operations are those of a feed-forward layer.
+    feed_forward: Cell<bool>,
 }
 
 impl std::fmt::Debug for Scope<'_> {
@@ -80,6 +82,7 @@ impl<'s> Scope<'s> {
             row_names: RefCell::default(),
             tile: None,
             tiling: None,
+            feed_forward: Cell::new(false),
         }
     }
 
@@ -92,11 +95,12 @@ impl<'s> Scope<'s> {
         self.tiling
     }
 
-    /// A scope for the rows `tile` of values whose rows have these names.
+    /// A scope for the rows `tile` of a feed-forward layer's values whose rows have these names.
     pub(super) fn of_rows(self, names: Option<Tensor>, tile: Range<usize>) -> Self {
         Self {
             row_names: RefCell::new(names),
             tile: Some(tile),
+            feed_forward: Cell::new(true),
             ..self
         }
     }
@@ -121,7 +125,15 @@ impl<'s> Scope<'s> {
     /// The device that this scope's operations run on.
     #[must_use]
     pub fn backend(&self) -> &'s dyn Backend {
-        &**self.access.backend()
+        device_of(self.access, self.feed_forward.get())
+    }
+
+    /// Runs `body`, whose operations are those of a feed-forward layer.
+    pub(super) fn in_feed_forward<T>(&self, body: impl FnOnce() -> T) -> T {
+        let outer = self.feed_forward.replace(true);
+        let result = body();
+        self.feed_forward.set(outer);
+        result
     }
 
     /// The random state of a training pass.
@@ -264,6 +276,7 @@ impl<'s> Scope<'s> {
         self.nodes.borrow_mut().push(Node {
             outs: vec![slot],
             params: trained,
+            feed_forward: self.feed_forward.get(),
             backward: Box::new(
                 move |sweep, grads| match grads.into_iter().flatten().next() {
                     Some(grad) => backward(sweep, grad),
@@ -311,6 +324,7 @@ impl<'s> Scope<'s> {
             self.nodes.borrow_mut().push(Node {
                 outs: vars.iter().filter_map(Var::slot).collect(),
                 params: trained,
+                feed_forward: self.feed_forward.get(),
                 backward: Box::new(move |sweep, grads| {
                     let dense = grads.into_iter().zip(forms).map(|(grad, (shape, dtype))| {
                         grad.map(|grad| sweep.dense(grad, shape, dtype)).transpose()
@@ -340,6 +354,13 @@ impl<'s> Scope<'s> {
     pub(super) fn owns(&self, var: &Var) -> bool {
         var.recorder() == self.id
     }
+}
+
+/// The device, or what computes feed-forward layers there.
+pub(super) fn device_of(access: &dyn ParamAccess, feed_forward: bool) -> &dyn Backend {
+    let device = &**access.backend();
+    let special = feed_forward.then(|| device.feed_forward());
+    special.flatten().unwrap_or(device)
 }
 
 /// The operations of one run of a segment.

@@ -1,5 +1,6 @@
 //! The reverse sweep over one segment's record.
 
+use super::scope::device_of;
 use super::tiles::TileSums;
 use super::var::Slot;
 use crate::error::{ModelError, Result};
@@ -28,6 +29,8 @@ pub(crate) struct Node {
     pub(super) outs: Vec<Slot>,
     /// The trainable parameters that the operation used.
     pub(super) params: Vec<ParamId>,
+    /// Whether it is an operation of a feed-forward layer.
+    pub(super) feed_forward: bool,
     pub(super) backward: Backward,
 }
 
@@ -48,6 +51,8 @@ pub(crate) struct Sweep<'s> {
     tile: Option<&'s mut TileSums>,
     /// Number of the node that is swept.
     node: usize,
+    /// Whether this node is an operation of a feed-forward layer.
+    feed_forward: bool,
 }
 
 impl<'s> Sweep<'s> {
@@ -68,6 +73,7 @@ impl<'s> Sweep<'s> {
             params,
             tile: None,
             node: 0,
+            feed_forward: false,
         }
     }
 
@@ -91,7 +97,7 @@ impl<'s> Sweep<'s> {
 
     /// The device that the backward operations run on.
     pub(crate) fn backend(&self) -> &'s dyn Backend {
-        &**self.access.backend()
+        device_of(self.access, self.feed_forward)
     }
 
     /// A weight of the leased unit.
@@ -229,7 +235,7 @@ impl<'s> Sweep<'s> {
     /// Sweeps `nodes` from the last to the first; a node's stored values are dropped with it.
     pub(super) fn run(&mut self, mut nodes: Vec<Node>) -> Result<()> {
         while let Some(node) = nodes.pop() {
-            self.node = nodes.len();
+            (self.node, self.feed_forward) = (nodes.len(), node.feed_forward);
             let grads: Vec<_> = node
                 .outs
                 .iter()

@@ -2,7 +2,9 @@
 //! only. Backward runs each tile again.
 //!
 //! Gradients of parameters are sums over all rows. Each tile continues the sums of the tile before
-//! ([`Backend::part_step`](kernels::Backend::part_step)), so on the CPU they have the bits of a run without tiles.
+//! ([`Backend::part_step`](kernels::Backend::part_step)), so they have the bits of a run without tiles. On a GPU all of a
+//! feed-forward layer's products are computed on stretches of rows, with or without tiles
+//! ([`Backend::feed_forward`](kernels::Backend::feed_forward)).
 
 use super::dropout::Dropout;
 use super::scope::{Mode, Scope};
@@ -170,6 +172,13 @@ impl Scope<'_> {
         (rows < total).then_some(rows)
     }
 
+    /// Whether a feed-forward layer of `total` rows is computed in tiles, or in stretches on a GPU.
+    pub(crate) fn is_in_parts(&self, total: usize) -> bool {
+        let on = self.backend();
+        let in_stretches = on.feed_forward().is_some() && total > on.part_step(total);
+        in_stretches || self.tile_rows(total).is_some()
+    }
+
     /// `body` of `x [t, c]`, which computes each row by itself with the parameters `params`. If the tape has a tile
     /// size ([`Tape::with_mlp_tiles`](super::Tape::with_mlp_tiles)) that is smaller than `t`, it runs on one tile of rows
     /// after the other, and only `x` is stored for backward. The operations of `body` may sum over rows only for gradients
@@ -186,7 +195,7 @@ impl Scope<'_> {
         let (input, on) = (x.value().clone(), self.backend());
         let total = input.dim(0);
         let Some(step) = self.tile_rows(total) else {
-            return body(self, x);
+            return self.in_feed_forward(|| body(self, x));
         };
         let row_names = self.row_names();
         let mut value: Option<Rows> = None;

@@ -143,9 +143,9 @@ impl PerExpert<GatedMlp> {
         x: &Var,
         experts: Option<&RowGroups>,
     ) -> Result<Var> {
-        // Tiles are rows of one expert, whose sums over rows they continue.
-        let tiled = scope.tile_rows(x.shape().rows()).is_some();
-        let pairs = self.in_place(scope, GatedMlp::layers).filter(|_| !tiled);
+        // Tiles and stretches are rows of one expert, whose sums over rows they continue.
+        let in_parts = scope.is_in_parts(x.shape().rows());
+        let pairs = self.in_place(scope, GatedMlp::layers).filter(|_| !in_parts);
         let [y] = match (pairs, experts) {
             (Some([gate, up, down]), Some(rows)) => {
                 let [gate, up] = projections(scope, x, [gate, up], rows)?;

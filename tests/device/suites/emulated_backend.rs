@@ -10,8 +10,11 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::LossCuts;
 use kernels::cuda::backend::graphs::Mode;
 use kernels::{
-    Backend, CpuBackend, DType, KernelError, MatmulArgs, MetaBackend, Shape, Tag, Transpose,
+    AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout, Backend,
+    CpuBackend, DType, KernelError, MatmulArgs, MetaBackend, Shape, SumPart, Tag, Tensor,
+    Transpose,
 };
+use std::ops::Range;
 use std::sync::Arc;
 
 const ARENA_BYTES: u64 = 64 << 20;
@@ -201,6 +204,203 @@ fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
         .filter_map(|check| check.run(&device).err())
         .collect();
     assert!(failures.is_empty(), "{failures:#?}");
+    Ok(())
+}
+
+/// Rows of the feed-forward layers, of the stretches and of a tile of two of them. The last stretch is shorter.
+const ROWS: usize = 90;
+const STRETCH: usize = 16;
+const TILE: usize = 32;
+const WIDTH: usize = 512;
+const INNER: usize = 24;
+
+/// Operands of a feed-forward layer's products on a device.
+struct Layer {
+    x: Tensor,
+    dy: [Tensor; 2],
+    weight: Tensor,
+    bias: Tensor,
+    adapters: [[Tensor; 2]; 2],
+    names: Tensor,
+}
+
+impl Layer {
+    fn new(on: &dyn Backend, dtype: DType) -> kernels::Result<Self> {
+        let tensor = |name: &str, shape: &[usize]| {
+            let values = Operands::new(11).normal(name, shape.iter().product(), 1.0);
+            on.upload(
+                &bytes(dtype, &values),
+                Shape::new(shape),
+                dtype,
+                Tag::Parameters,
+            )
+        };
+        let names: Vec<i32> = (0..2 * ROWS as i32).collect();
+        let adapter = |name: &str, rank: usize| -> kernels::Result<[Tensor; 2]> {
+            Ok([
+                tensor(&format!("{name} a"), &[rank, WIDTH])?,
+                tensor(&format!("{name} b"), &[INNER, rank])?,
+            ])
+        };
+        Ok(Self {
+            x: tensor("x", &[ROWS, WIDTH])?,
+            dy: [
+                tensor("dy", &[ROWS, INNER])?,
+                tensor("other", &[ROWS, INNER])?,
+            ],
+            weight: tensor("weight", &[INNER, WIDTH])?,
+            bias: tensor("bias", &[INNER])?,
+            adapters: [adapter("first", 4)?, adapter("second", 3)?],
+            names: on.upload(
+                bytemuck::cast_slice(&names),
+                Shape::new(&[ROWS, 2]),
+                DType::I32,
+                Tag::Parameters,
+            )?,
+        })
+    }
+
+    /// Results for each row, then sums over all rows, of products computed in these tiles. `dropout` has the probability
+    /// of each of two adapters; `None` for a layer without one.
+    fn results(
+        &self,
+        on: &dyn Backend,
+        tiles: &[Range<usize>],
+        dropout: [Option<f32>; 2],
+    ) -> kernels::Result<Vec<Vec<u8>>> {
+        let (mut rows, mut sums) = (vec![Vec::new(); 5], (None, None, Vec::new()));
+        for tile in tiles {
+            let part = SumPart {
+                first: tile.start,
+                total: ROWS,
+            };
+            let own = |x: &Tensor| x.narrow(tile.start, tile.len());
+            let (x, names) = (own(&self.x)?, own(&self.names)?);
+            let dy = [own(&self.dy[0])?, own(&self.dy[1])?];
+            let forward = MatmulArgs {
+                a: &x,
+                transpose_a: Transpose::No,
+                b: &self.weight,
+                transpose_b: Transpose::Yes,
+                bias: Some(&self.bias),
+                out: x.dtype(),
+            };
+            let input_gradient = MatmulArgs {
+                a: &dy[0],
+                transpose_b: Transpose::No,
+                bias: None,
+                ..forward
+            };
+            let gradient = MatmulArgs {
+                a: &dy[0],
+                transpose_a: Transpose::Yes,
+                b: &x,
+                out: DType::F32,
+                ..input_gradient
+            };
+            let layer = |i: usize| AdaptedLayer {
+                weight: &self.weight,
+                bias: Some(&self.bias),
+                adapter: dropout[i].map(|p| AdapterArgs {
+                    lora_a: &self.adapters[i][0],
+                    lora_b: &self.adapters[i][1],
+                    scale: 0.5,
+                    dropout: (p > 0.0).then_some(AdapterDropout {
+                        rows: &names,
+                        key: [1, 2],
+                        p,
+                    }),
+                }),
+            };
+            let projections = [0, 1].map(|i| vec![layer(i)]);
+            let adapted = AdaptedLinearArgs {
+                x: &x,
+                row_groups: None,
+                projections: &projections,
+            };
+            let y = on.adapted_linear(adapted)?;
+            let dy_of = dy.each_ref();
+            let args = AdaptedLinearGradArgs {
+                forward: adapted,
+                dy: &dy_of,
+                inner: &y.inner,
+                need_dx: true,
+            };
+            let grads = match tiles {
+                [_] => on.adapted_linear_backward(args)?,
+                _ => on.adapted_linear_backward_part(args, std::mem::take(&mut sums.2), part)?,
+            };
+            sums = match tiles {
+                [_] => (
+                    Some(on.matmul(gradient)?),
+                    Some(on.column_sum(&dy[0])?),
+                    grads.adapters,
+                ),
+                _ => (
+                    Some(on.matmul_part(gradient, sums.0.take(), part)?),
+                    Some(on.column_sum_part(&dy[0], sums.1.take(), part)?),
+                    grads.adapters,
+                ),
+            };
+            let own = [
+                on.matmul(forward)?,
+                on.matmul(input_gradient)?,
+                y.y[0].clone(),
+                y.y[1].clone(),
+                grads.dx.expect("it was requested"),
+            ];
+            for (all, own) in rows.iter_mut().zip(own) {
+                all.extend(own.to_bytes()?);
+            }
+        }
+        let adapters = sums.2.into_iter().flatten().flatten().flatten();
+        let sums = [sums.0, sums.1].into_iter().flatten().chain(adapters);
+        rows.extend(
+            sums.map(|sum| sum.to_bytes())
+                .collect::<kernels::Result<Vec<_>>>()?,
+        );
+        Ok(rows)
+    }
+}
+
+/// Feed-forward layers have the bits of all rows at once in tiles of one stretch and of two.
+#[test]
+fn tiles_of_stretches_have_the_bits_of_all_rows() -> kernels::Result<()> {
+    let tiles = |step: usize| -> Vec<Range<usize>> {
+        let firsts = (0..ROWS).step_by(step);
+        firsts.map(|first| first..ROWS.min(first + step)).collect()
+    };
+    for library in [
+        Library::Absent,
+        Library::Multiplies,
+        Library::Adapts,
+        Library::Refuses,
+    ] {
+        let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
+        let device = device.with_stretch(STRETCH);
+        let on = device.feed_forward().expect("a GPU has stretches");
+        for (dtype, dropout) in [
+            (DType::F32, [Some(0.0), Some(0.0)]),
+            (DType::BF16, [Some(0.0), Some(0.0)]),
+            (DType::BF16, [Some(0.3), Some(0.3)]),
+            (DType::BF16, [Some(0.3), Some(0.0)]),
+            (DType::F16, [Some(0.3), None]),
+        ] {
+            let operands = Layer::new(&device, dtype)?;
+            let whole = operands.results(on, &tiles(ROWS), dropout)?;
+            for step in [STRETCH, TILE] {
+                let tiled = operands.results(on, &tiles(step), dropout)?;
+                let same: Vec<bool> = tiled.iter().zip(&whole).map(|(a, b)| a == b).collect();
+                assert!(
+                    same.iter().all(|same| *same) && tiled.len() == whole.len(),
+                    "{library:?}, {dtype}, {dropout:?}, tiles of {step}: {same:?}"
+                );
+            }
+            // Elsewhere a sum over rows is one product, and it has other bits.
+            let plain = operands.results(&device, &tiles(ROWS), dropout)?;
+            assert!(plain != whole, "{library:?}, {dtype}, {dropout:?}");
+        }
+    }
     Ok(())
 }
 

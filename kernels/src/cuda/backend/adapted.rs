@@ -5,8 +5,10 @@ use super::CudaBackend;
 use super::products::common;
 use crate::adapted::{
     self, AdaptedLayer, AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs,
-    AdaptedLinearGrads, AdaptedRows, AdapterGrads, GroupedLayers, LoraArgs, LoraGrads,
+    AdaptedLinearGrads, AdaptedParts, AdaptedRows, AdapterGrads, AdapterSums, GroupedLayers,
+    LoraArgs, LoraGrads,
 };
+use crate::backend::SumPart;
 use crate::check;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::ops::grouped_lora::{self, AdaptedGroup, Adapter, GroupedLora};
@@ -87,6 +89,21 @@ impl Stacked {
         match &self.layers {
             Layers::Whole(_) => [true, false],
             Layers::Grouped(_) => self.adapters.map(|adapters| adapters != Address::NULL),
+        }
+    }
+
+    /// The layers on `len` of their rows, from row `first` on. Layers of row groups have all rows.
+    fn rows(&self, first: usize, len: usize) -> Self {
+        let layers = match &self.layers {
+            Layers::Whole(layers) => {
+                Layers::Whole(layers.iter().map(|layer| layer.rows(first, len)).collect())
+            }
+            Layers::Grouped(layers) => Layers::Grouped(layers.clone()),
+        };
+        Self {
+            layers,
+            held: Vec::new(),
+            ..*self
         }
     }
 
@@ -362,14 +379,17 @@ impl CudaBackend {
         let outputs = outputs.map(|n| self.output([t, n], dtype));
         let y: Vec<Tensor> = outputs.collect::<Result<_>>()?;
         let inner = self.output([t, stacked.line], dtype)?;
-        let to = y.iter().map(|y| self.address(OP, y));
-        let to: Vec<Address> = to.collect::<Result<_>>()?;
-        let (s, sms) = (self.address(OP, &inner)?, self.executor.multiprocessors());
-        self.run_layers(
-            OP,
-            |space| stacked.forward(s, &to, sms, space),
-            |space| stacked.forward(s, &to, sms, space),
-        )?;
+        let sms = self.executor.multiprocessors();
+        for (first, len) in self.parts_of(args) {
+            let to = y.iter().map(|y| self.row(OP, y, first));
+            let to: Vec<Address> = to.collect::<Result<_>>()?;
+            let (part, s) = (stacked.rows(first, len), self.row(OP, &inner, first)?);
+            self.run_layers(
+                OP,
+                |space| part.forward(s, &to, sms, space),
+                |space| part.forward(s, &to, sms, space),
+            )?;
+        }
         drop(stacked.held);
         Ok(AdaptedLinear {
             y,
@@ -377,9 +397,12 @@ impl CudaBackend {
         })
     }
 
+    /// Gradients of all rows, or of a part of them. Those of the adapters are added to `sums`, empty for the first part.
     pub(super) fn adapted_backward_op(
         &self,
         args: &AdaptedLinearGradArgs<'_>,
+        mut sums: AdapterSums,
+        part: Option<SumPart>,
     ) -> Result<AdaptedLinearGrads> {
         const OP: &str = "adapted_linear_backward";
         adapted::check_backward(OP, args)?;
@@ -396,20 +419,52 @@ impl CudaBackend {
             false => None,
         };
         let Some(stacked) = stacked else {
-            return adapted::backward(self, args);
+            let all = SumPart {
+                first: 0,
+                total: x.shape().rows(),
+            };
+            return match args.forward.row_groups {
+                Some(_) => adapted::backward(self, args),
+                None => adapted::backward_part(self, args, sums, part.unwrap_or(all)),
+            };
         };
-        let ((t, k, dtype), sms) = (stacked.input(), self.executor.multiprocessors());
+        let ((t, _, dtype), sms) = (stacked.input(), self.executor.multiprocessors());
         let (inner, known) = self.inner(OP, args.inner, [t, stacked.line], dtype)?;
-        let s = self.address(OP, &inner)?;
-        if !known {
-            self.run_in_workspace(OP, |space| stacked.forward(s, &[], sms, space))?;
-        }
         let dy = args.dy.iter().map(|dy| self.operand(OP, dy, dtype));
         let dy: Vec<Tensor> = dy.collect::<Result<_>>()?;
         let dx = match args.need_dx {
             true => Some(self.output(x.shape(), dtype)?),
             false => None,
         };
+        for (first, len) in self.parts_of(&args.forward) {
+            let (part, s) = (stacked.rows(first, len), self.row(OP, &inner, first)?);
+            if !known {
+                self.run_in_workspace(OP, |space| part.forward(s, &[], sms, space))?;
+            }
+            let dy_at = dy.iter().map(|dy| self.row(OP, dy, first));
+            let dy_at: Vec<Address> = dy_at.collect::<Result<_>>()?;
+            let dx = dx.as_ref();
+            let dx = dx.map_or(Ok(Address::NULL), |dx| self.row(OP, dx, first))?;
+            let own = AdaptedLinearGrads {
+                dx: None,
+                adapters: self.part_gradients(&part, &dy_at, s, dx)?,
+            };
+            sums = adapted::plus(self, own, sums)?.adapters;
+        }
+        drop((stacked.held, dy));
+        Ok(AdaptedLinearGrads { dx, adapters: sums })
+    }
+
+    /// Gradients of the adapters of all rows of `stacked`. The gradient of its input is written to `dx`.
+    fn part_gradients(
+        &self,
+        stacked: &Stacked,
+        dy: &[Address],
+        s: Address,
+        dx: Address,
+    ) -> Result<AdapterSums> {
+        const OP: &str = "adapted_linear_backward";
+        let ((_, k, _), sms) = (stacked.input(), self.executor.multiprocessors());
         let mut d_stacked = [None, None];
         for (to, adapted) in d_stacked.iter_mut().zip(stacked.adapted()) {
             if adapted {
@@ -432,22 +487,28 @@ impl CudaBackend {
             b_at.push(places);
             first += columns;
         }
-        let dy_at = dy.iter().map(|dy| self.address(OP, dy));
-        let dy_at: Vec<Address> = dy_at.collect::<Result<_>>()?;
         let place = |x: Option<&Tensor>| x.map_or(Ok(Address::NULL), |x| self.address(OP, x));
         let [whole, second] = &d_stacked;
         let gradients = Gradients {
-            dx: place(dx.as_ref())?,
+            dx,
             d_lora_a: [place(whole.as_ref())?, place(second.as_ref())?],
             d_lora_b: &b_at,
         };
         self.run_layers(
             OP,
-            |space| stacked.backward(&dy_at, s, &gradients, sms, space),
-            |space| stacked.backward(&dy_at, s, &gradients, sms, space),
+            |space| stacked.backward(dy, s, &gradients, sms, space),
+            |space| stacked.backward(dy, s, &gradients, sms, space),
         )?;
-        drop((stacked.held, dy));
-        Ok(AdaptedLinearGrads { dx, adapters })
+        Ok(adapters)
+    }
+
+    /// The parts of the rows that layers are computed in. Row groups are one part.
+    fn parts_of(&self, args: &AdaptedLinearArgs<'_>) -> Vec<(usize, usize)> {
+        let t = args.x.shape().rows();
+        match args.row_groups {
+            Some(_) => vec![(0, t)],
+            None => self.stretches(t).collect(),
+        }
     }
 }
 
@@ -457,7 +518,7 @@ impl AdaptedRows for CudaBackend {
     }
 
     fn layer_backward(&self, args: &LoraArgs<'_>, dy: &Tensor, need_dx: bool) -> Result<LoraGrads> {
-        self.lora_backward_op(args, dy, need_dx, check::lora(args)?)
+        self.lora_backward_op(args, dy, need_dx, check::lora(args)?, None)
     }
 
     fn grouped(&self, args: &GroupedLayers<'_>) -> Result<(Tensor, Option<Tensor>)> {
@@ -526,5 +587,18 @@ impl AdaptedRows for CudaBackend {
         self.run_in_workspace(OP, |space| layers.backward(dy_at, s, gradients, sms, space))?;
         drop((held, dy));
         Ok((dx, adapters))
+    }
+}
+
+impl AdaptedParts for CudaBackend {
+    fn layer_backward_part(
+        &self,
+        args: &LoraArgs<'_>,
+        dy: &Tensor,
+        need_dx: bool,
+        sum: Option<AdapterGrads>,
+        _part: SumPart,
+    ) -> Result<LoraGrads> {
+        self.lora_backward_op(args, dy, need_dx, check::lora(args)?, sum)
     }
 }

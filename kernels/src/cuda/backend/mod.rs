@@ -43,7 +43,9 @@ use super::module::Module;
 use super::ops::norm::{self, Kind};
 use super::ops::pointwise::{self, RopeShape};
 use super::ops::{attention, cast, unpack, workspace::Workspace};
-use crate::adapted::{AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads};
+use crate::adapted::{
+    AdaptedLinear, AdaptedLinearArgs, AdaptedLinearGradArgs, AdaptedLinearGrads, AdapterSums,
+};
 use crate::backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
     KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
@@ -87,6 +89,11 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
 /// Minimum size of an upload that runs beside the compute queue, e.g. the images of a batch. The compute queue's
 /// small chunks would make the host wait for queued work.
 const LARGE_UPLOAD_BYTES: usize = 1 << 20;
+
+/// Rows of a stretch. Products of feed-forward layers are computed on one stretch of rows after the other, and sums over rows
+/// are added in this order, so tiles of whole stretches have the bits of all rows at once. A product of so many rows fills
+/// a GPU.
+pub const STRETCH_ROWS: usize = 4096;
 
 /// Device that executes launches and copies: its memory, one queue of work, and copies beside that queue.
 ///
@@ -378,6 +385,10 @@ pub struct CudaBackend {
     /// first states, so it leaves no hole.
     rounding: Arc<Mutex<Option<([u32; 4], Tensor)>>>,
     cuts: LossCuts,
+    /// Rows of a stretch of the feed-forward layers.
+    stretch: usize,
+    /// This device for feed-forward layers, whose products it computes in stretches. `None` in that one.
+    feed_forward: Option<Box<Self>>,
 }
 
 impl CudaBackend {
@@ -412,7 +423,31 @@ impl CudaBackend {
             table: Arc::default(),
             rounding: Arc::default(),
             cuts: LossCuts::default(),
+            stretch: 0,
+            feed_forward: None,
         }
+        .with_stretch(STRETCH_ROWS)
+    }
+
+    /// Sets the rows of a stretch, [`STRETCH_ROWS`] by default: `rows` rounded up to a multiple of 16, which keeps the
+    /// alignment of operands.
+    #[must_use]
+    pub fn with_stretch(mut self, rows: usize) -> Self {
+        self.stretch = rows.max(1).next_multiple_of(16);
+        self.feed_forward = None;
+        self.feed_forward = Some(Box::new(self.clone()));
+        self
+    }
+
+    /// First row and number of rows of each part in which `rows` rows are computed: one for all of them, or stretches in a
+    /// feed-forward layer.
+    fn stretches(&self, rows: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let step = match &self.feed_forward {
+            Some(_) => rows.max(1),
+            None => self.stretch,
+        };
+        let firsts = (0..rows.max(1)).step_by(step);
+        firsts.map(move |first| (first, step.min(rows - first)))
     }
 
     /// Sets the sizes of the chunks in which the fused output projection and cross entropy are computed.
@@ -933,6 +968,14 @@ impl Backend for CudaBackend {
         })
     }
 
+    fn part_step(&self, _total: usize) -> usize {
+        self.stretch
+    }
+
+    fn feed_forward(&self) -> Option<&dyn Backend> {
+        Some(&**self.feed_forward.as_ref()?)
+    }
+
     fn matmul(&self, args: MatmulArgs<'_>) -> Result<Tensor> {
         self.matmul_op(&args, check::matmul(&args)?, None)
     }
@@ -945,7 +988,7 @@ impl Backend for CudaBackend {
     ) -> Result<Tensor> {
         const OP: &str = "matmul_part";
         let sizes = check::matmul(&args)?;
-        check::part(OP, part, sizes.k, 1, sum.is_some())?;
+        check::part(OP, part, sizes.k, self.stretch, sum.is_some())?;
         let shape = Shape::new(&[sizes.m, sizes.n]);
         if let Some(sum) = sum.as_ref().filter(|sum| sum.shape() != shape) {
             return shape_error(OP, format!("sum {} for {shape}", sum.shape()));
@@ -959,7 +1002,13 @@ impl Backend for CudaBackend {
     }
 
     fn column_sum(&self, x: &Tensor) -> Result<Tensor> {
-        self.column_sum_op(x, None)
+        self.column_sums(x, None)
+    }
+
+    fn column_sum_part(&self, x: &Tensor, sum: Option<Tensor>, part: SumPart) -> Result<Tensor> {
+        let (rows, has_sum) = (x.shape().rows(), sum.is_some());
+        check::part("column_sum_part", part, rows, self.stretch, has_sum)?;
+        self.column_sums(x, sum)
     }
 
     fn partition_rows(&self, second: &[bool]) -> Result<[Tensor; 2]> {
@@ -982,7 +1031,16 @@ impl Backend for CudaBackend {
         &self,
         args: AdaptedLinearGradArgs<'_>,
     ) -> Result<AdaptedLinearGrads> {
-        self.adapted_backward_op(&args)
+        self.adapted_backward_op(&args, Vec::new(), None)
+    }
+
+    fn adapted_linear_backward_part(
+        &self,
+        args: AdaptedLinearGradArgs<'_>,
+        sums: AdapterSums,
+        part: SumPart,
+    ) -> Result<AdaptedLinearGrads> {
+        self.adapted_backward_op(&args, sums, Some(part))
     }
 
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {

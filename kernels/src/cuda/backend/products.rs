@@ -2,7 +2,7 @@
 
 use super::CudaBackend;
 use super::library_step::LibraryStep;
-use crate::adapted::{AdapterDropout, LoraArgs, LoraGrads};
+use crate::adapted::{AdapterDropout, AdapterGrads, LoraArgs, LoraGrads};
 use crate::backend::{MatmulArgs, Transpose};
 use crate::check::{LoraSizes, Sizes};
 use crate::cuda::launch::{Address, Launch};
@@ -26,6 +26,12 @@ pub(super) fn common<'t>(operands: impl IntoIterator<Item = &'t Tensor>) -> DTyp
 }
 
 impl CudaBackend {
+    /// Address of the row `first` of `x`, whose leading axes are folded into rows.
+    pub(super) fn row(&self, op: &'static str, x: &Tensor, first: usize) -> Result<Address> {
+        let line = x.shape().last() * x.dtype().size_bytes();
+        Ok(self.address(op, x)?.after(first * line))
+    }
+
     /// Runs one product, with the library if it supports the product.
     pub(super) fn product(&self, op: &'static str, product: &Product) -> Result<()> {
         self.product_or(op, product, |multiply| Some(*multiply))?;
@@ -123,12 +129,13 @@ impl CudaBackend {
         Ok(true)
     }
 
-    /// The product, or `sum` with the product added in place. `sum` is f32 `[m, n]`, as the result then is.
+    /// The product, or `sum` with the product added in place. `sum` is f32 `[m, n]`, as the result then is. The rows of `a`,
+    /// which the product maps or sums over, are computed in stretches.
     pub(super) fn matmul_op(
         &self,
         args: &MatmulArgs<'_>,
         sizes: Sizes,
-        sum: Option<Tensor>,
+        mut sum: Option<Tensor>,
     ) -> Result<Tensor> {
         const OP: &str = "matmul";
         let Sizes { m, n, k } = sizes;
@@ -136,51 +143,79 @@ impl CudaBackend {
         let a = self.operand(OP, args.a, dtype)?;
         let b = self.operand(OP, args.b, dtype)?;
         let bias = args.bias.map(|x| self.operand(OP, x, dtype)).transpose()?;
-        // A product is stored in its operands' dtype or in f32.
-        let stored = if args.out == dtype { dtype } else { DType::F32 };
-        let y = match sum.is_some() {
-            true => self.uninit([m, n], stored, Tag::Workspace)?,
-            false => self.output([m, n], stored)?,
-        };
         let (transpose_a, transpose_b) = (
             args.transpose_a == Transpose::Yes,
             args.transpose_b == Transpose::No,
         );
-        let term = Term {
-            a: self.address(OP, &a)?,
-            a_line: if transpose_a { m } else { k },
-            b: self.address(OP, &b)?,
-            b_line: if transpose_b { n } else { k },
-            k,
+        let sums = transpose_a || sum.is_some();
+        let parts: Vec<_> = self.stretches(if sums { k } else { m }).collect();
+        // A product is stored in its operands' dtype or in f32.
+        let stored = match args.out == dtype && !(sums && parts.len() > 1) {
+            true => dtype,
+            false => DType::F32,
         };
-        let product = Product {
-            dtype,
-            out: stored,
-            transpose_a,
-            transpose_b,
-            m,
-            n,
-            b_rows: n,
-            terms: [(k > 0).then_some(term), None],
-            bias: match &bias {
-                Some(bias) => self.address(OP, bias)?,
-                None => Address::NULL,
-            },
-            scale: 1.0,
-            y: self.address(OP, &y)?,
-            y_line: n,
+        let (a_at, b_at) = (self.address(OP, &a)?, self.address(OP, &b)?);
+        let bias_at = bias.as_ref();
+        let bias_at = bias_at.map_or(Ok(Address::NULL), |bias| self.address(OP, bias))?;
+        let size = dtype.size_bytes();
+        // The product of the stretch from row `first` on, written to `y`.
+        let product = |(first, len): (usize, usize), y: Address| {
+            let mut term = Term {
+                a: a_at,
+                a_line: if transpose_a { m } else { k },
+                b: b_at,
+                b_line: if transpose_b { n } else { k },
+                k: if sums { len } else { k },
+            };
+            let line = if sums && !transpose_a { 1 } else { term.a_line };
+            term.a = term.a.after(first * line * size);
+            if sums {
+                let line = if transpose_b { n } else { 1 };
+                term.b = term.b.after(first * line * size);
+            }
+            Product {
+                dtype,
+                out: stored,
+                transpose_a,
+                transpose_b,
+                m: if sums { m } else { len },
+                n,
+                b_rows: n,
+                terms: [(term.k > 0).then_some(term), None],
+                bias: bias_at,
+                scale: 1.0,
+                y,
+                y_line: n,
+            }
         };
-        let Some(sum) = sum else {
-            self.product(OP, &product)?;
+        if !sums {
+            let y = self.output([m, n], stored)?;
+            let at = self.address(OP, &y)?;
+            for part in parts {
+                let to = at.after(part.0 * n * stored.size_bytes());
+                self.product(OP, &product(part, to))?;
+            }
             return self.cast(&y, args.out);
-        };
-        let to = self.address(OP, &sum)?;
-        if !self.product_added_to(OP, &product, to)? {
-            let n = (m * n) as u64;
-            let launch = pointwise::add(DType::F32, to, product.y, to, n);
-            self.run_some(OP, launch.map(|launch| [launch]))?;
         }
-        Ok(sum)
+        for part in parts {
+            let y = match sum.is_some() {
+                true => self.uninit([m, n], stored, Tag::Workspace)?,
+                false => self.output([m, n], stored)?,
+            };
+            let product = product(part, self.address(OP, &y)?);
+            let Some(sum) = &sum else {
+                self.product(OP, &product)?;
+                sum = Some(y);
+                continue;
+            };
+            let to = self.address(OP, sum)?;
+            if !self.product_added_to(OP, &product, to)? {
+                let n = (m * n) as u64;
+                let launch = pointwise::add(DType::F32, to, product.y, to, n);
+                self.run_some(OP, launch.map(|launch| [launch]))?;
+            }
+        }
+        self.cast(&sum.expect("at least one stretch"), args.out)
     }
 
     /// The layer in one dtype, with the tensors of its addresses.
@@ -236,13 +271,15 @@ impl CudaBackend {
         let dtype = common(all.into_iter().chain(args.bias));
         let (layer, held) = self.layer(OP, args, sizes, dtype)?;
         let y = self.output([sizes.t, sizes.n], dtype)?;
-        let at = self.address(OP, &y)?;
         let multiprocessors = self.executor.multiprocessors();
-        self.run_layers(
-            OP,
-            |space| layer.forward(at, multiprocessors, space),
-            |space| layer.forward(at, multiprocessors, space),
-        )?;
+        for (first, len) in self.stretches(sizes.t) {
+            let (layer, at) = (layer.rows(first, len), self.row(OP, &y, first)?);
+            self.run_layers(
+                OP,
+                |space| layer.forward(at, multiprocessors, space),
+                |space| layer.forward(at, multiprocessors, space),
+            )?;
+        }
         drop(held);
         self.cast(&y, args.x.dtype())
     }
@@ -253,9 +290,10 @@ impl CudaBackend {
         dy: &Tensor,
         need_dx: bool,
         sizes: LoraSizes,
+        mut sum: Option<AdapterGrads>,
     ) -> Result<LoraGrads> {
         const OP: &str = "adapted_linear_backward";
-        let LoraSizes { n, k, r, .. } = sizes;
+        let LoraSizes { t, n, k, r } = sizes;
         let all = [args.x, args.weight, args.lora_a, args.lora_b, dy];
         let dtype = common(all);
         // The bias does not affect the gradients.
@@ -265,26 +303,31 @@ impl CudaBackend {
         };
         let (layer, held) = self.layer(OP, &unbiased, sizes, dtype)?;
         let dy = self.operand(OP, dy, dtype)?;
-        let (d_lora_a, d_lora_b) = (self.gradient([r, k])?, self.gradient([n, r])?);
         let dx = match need_dx {
             true => Some(self.output(args.x.shape(), dtype)?),
             false => None,
         };
-        let gradients = Gradients {
-            dx: match &dx {
-                Some(dx) => self.address(OP, dx)?,
-                None => Address::NULL,
-            },
-            d_lora_a: self.address(OP, &d_lora_a)?,
-            d_lora_b: self.address(OP, &d_lora_b)?,
-        };
-        let dy_at = self.address(OP, &dy)?;
         let multiprocessors = self.executor.multiprocessors();
-        self.run_layers(
-            OP,
-            |space| layer.backward(dy_at, gradients, multiprocessors, space),
-            |space| layer.backward(dy_at, gradients, multiprocessors, space),
-        )?;
+        for (first, len) in self.stretches(t) {
+            let (d_lora_a, d_lora_b) = (self.gradient([r, k])?, self.gradient([n, r])?);
+            let (layer, dy_at) = (layer.rows(first, len), self.row(OP, &dy, first)?);
+            let dx = dx.as_ref();
+            let gradients = Gradients {
+                dx: dx.map_or(Ok(Address::NULL), |dx| self.row(OP, dx, first))?,
+                d_lora_a: self.address(OP, &d_lora_a)?,
+                d_lora_b: self.address(OP, &d_lora_b)?,
+            };
+            self.run_layers(
+                OP,
+                |space| layer.backward(dy_at, gradients, multiprocessors, space),
+                |space| layer.backward(dy_at, gradients, multiprocessors, space),
+            )?;
+            sum = Some(match sum {
+                Some([a, b]) => [self.add(&a, &d_lora_a)?, self.add(&b, &d_lora_b)?],
+                None => [d_lora_a, d_lora_b],
+            });
+        }
+        let [d_lora_a, d_lora_b] = sum.expect("at least one stretch");
         drop(held);
         let dx = dx.map(|dx| self.cast(&dx, args.x.dtype())).transpose()?;
         Ok(LoraGrads {

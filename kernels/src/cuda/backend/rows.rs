@@ -34,6 +34,20 @@ fn row_bytes(table: &Tensor) -> u64 {
 }
 
 impl CudaBackend {
+    /// `sum`, if any, plus the column sums of each stretch of `x`.
+    pub(super) fn column_sums(&self, x: &Tensor, mut sum: Option<Tensor>) -> Result<Tensor> {
+        let rows = x.shape().rows();
+        let x = x.reshape([rows, x.shape().last()])?;
+        for (first, len) in self.stretches(rows) {
+            let own = self.column_sum_op(&x.narrow(first, len)?, None)?;
+            sum = Some(match sum {
+                Some(sum) => self.add(&sum, &own)?,
+                None => own,
+            });
+        }
+        Ok(sum.expect("at least one stretch"))
+    }
+
     /// Column sum of all rows, or of the rows that `index` names.
     pub(super) fn column_sum_op(&self, x: &Tensor, index: Option<&Tensor>) -> Result<Tensor> {
         const OP: &str = "column_sum";

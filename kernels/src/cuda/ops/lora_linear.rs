@@ -113,6 +113,21 @@ impl LoraLinear {
         self.r.next_multiple_of(16)
     }
 
+    /// The layer on `len` of its rows, from row `first` on.
+    pub(in crate::cuda) fn rows(self, first: usize, len: usize) -> Self {
+        let dropped = self.dropped.map(|dropped| Dropped {
+            // Two words of 4 bytes name a row.
+            rows: dropped.rows.after(8 * first),
+            ..dropped
+        });
+        Self {
+            t: len,
+            x: self.x.after(first * self.k * self.dtype.size_bytes()),
+            dropped,
+            ..self
+        }
+    }
+
     /// The layer with the adapter's input as its `x`, and the launch that computes that input. `None` when the dtype
     /// has no kernel.
     pub(super) fn seeing<S: Step>(&self, workspace: &mut Workspace) -> Option<(Self, Option<S>)> {

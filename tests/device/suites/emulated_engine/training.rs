@@ -13,6 +13,7 @@ use device_tests::tolerance;
 use engine::trace::{Lane, Span};
 use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::STRETCH_ROWS;
 use kernels::cuda::backend::graphs::Mode;
 use kernels::{Backend, CpuBackend, DType};
 use models::autograd::Tape;
@@ -60,7 +61,7 @@ impl Left {
 }
 
 /// Settings of a training run.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct How {
     pub precision: Precision,
     pub activation: Tier,
@@ -86,6 +87,8 @@ pub struct How {
     pub max_grad_norm: Option<f32>,
     /// Rows of a tile of the feed-forward layers. On the CPU, tiles are longer than the samples.
     pub tile: Option<NonZeroUsize>,
+    /// Rows of a stretch of the feed-forward layers on the GPU.
+    pub stretch: usize,
 }
 
 impl How {
@@ -106,6 +109,7 @@ impl How {
             skipped: None,
             max_grad_norm: None,
             tile: None,
+            stretch: STRETCH_ROWS,
         }
     }
 }
@@ -232,8 +236,46 @@ fn tiles_of_feed_forward_layers_agree_with_the_cpu() -> Result<()> {
         ("cogvlm2-llama3-chat-19B", Precision::Bf16, true, 5),
     ] {
         let mut how = How::new(precision);
-        (how.adapters, how.tile) = (adapters, NonZeroUsize::new(tile));
+        (how.adapters, how.tile, how.stretch) = (adapters, NonZeroUsize::new(tile), 16);
         agree_how(family, how)?;
+    }
+    Ok(())
+}
+
+/// Tiles of one stretch and of two leave the bits of a run without tiles: losses, gradients and weights. Stretches of another
+/// length leave other bits.
+#[test]
+fn tiles_of_feed_forward_layers_leave_the_same_bits() -> Result<()> {
+    let (f32, bf16) = (Precision::F32, Precision::Bf16);
+    let (own, library) = (Library::Absent, Library::Multiplies);
+    for (family, precision, adapters, quantized, library) in [
+        ("glm-4.1v-9b-thinking", f32, false, false, own),
+        ("glm-4v-9b", bf16, false, false, library),
+        ("glm-4v-9b", bf16, true, false, Library::Adapts),
+        ("glm-4.1v-9b-thinking", bf16, true, true, own),
+        ("cogvlm2-llama3-chat-19B", bf16, true, false, own),
+        ("cogvlm-chat-hf", f32, false, false, library),
+        ("cogagent-chat-hf", f32, true, false, own),
+        ("minicpm-v-2_6", bf16, false, false, own),
+    ] {
+        let mut how = How::new(precision);
+        (how.adapters, how.quantized, how.library) = (adapters, quantized, library);
+        how.check = false;
+        let mut run = |stretch: usize, tile: usize| -> Result<Left> {
+            let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
+            let device = CudaBackend::new(gpu, ARENA_BYTES)?.with_stretch(stretch);
+            how.tile = NonZeroUsize::new(tile);
+            Ok(train(&pack(family), how, Arc::new(device))?.0)
+        };
+        let whole = run(16, 0)?;
+        for tile in [1, 17] {
+            let tiled = run(16, tile)?;
+            assert!(
+                tiled.same_bits(&whole),
+                "{family}, {how:?}, tiles of {tile}"
+            );
+        }
+        assert!(!run(STRETCH_ROWS, 0)?.same_bits(&whole), "{family}");
     }
     Ok(())
 }
@@ -241,7 +283,7 @@ fn tiles_of_feed_forward_layers_agree_with_the_cpu() -> Result<()> {
 fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     let dir = pack(family);
     let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
-    let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?;
+    let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?.with_stretch(how.stretch);
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
     let (want, model) = train(&dir, how, cpu)?;
     let (got, _) = train(&dir, how, Arc::new(device.clone()))?;
