@@ -31,7 +31,7 @@ pub struct AskedRanks {
     pub verify_gpu: Option<VerifyGpu>,
     /// Compute feed-forward layers in tiles of N tokens or patches
     ///
-    /// Their inner values then exist for one tile only: long prompts need less memory. On the CPU no bit changes, on a GPU last bits may.
+    /// Their inner values then exist for one tile only: long prompts need less memory. No bit changes. On a GPU N is rounded up to a multiple of 4096.
     #[arg(long, value_name = "N")]
     pub mlp_tile_tokens: Option<usize>,
     /// Largest area of an image in pixels (GLM-4.1V)

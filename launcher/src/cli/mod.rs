@@ -417,7 +417,7 @@ pub struct Args {
     pub checkpoint_num_layers: Option<usize>,
     /// Compute feed-forward layers in tiles of N tokens or patches
     ///
-    /// Their inner values then exist for one tile only: long samples need less memory, for most of one more forward pass of these layers. On the CPU no bit changes, and tiles are a little larger than N; on a GPU last bits may differ, because products split their sums by the number of rows.
+    /// Their inner values then exist for one tile only: long samples need less memory, for most of one more forward pass of these layers. No bit changes. On the CPU tiles are a little larger than N, on a GPU N is rounded up to a multiple of 4096.
     #[arg(long, value_name = "N", help_heading = "Memory and ranks")]
     pub mlp_tile_tokens: Option<usize>,
     /// `true` is `--checkpoint-activations all`, `false` is none

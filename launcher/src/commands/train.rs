@@ -5,6 +5,7 @@ use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET, continue_run};
 use crate::lang::{Text, both, text};
 use crate::plan::{Suggestions, resume, settle_one_by_one, spill_directories};
+use kernels::cuda::backend::STRETCH_ROWS;
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -88,13 +89,16 @@ pub(super) fn run_supervisor(
         screen.show(&event);
     }
     if let (Some(tokens), Device::Cuda) = (asked.mlp_tile_tokens, asked.device) {
-        screen.show(&Event::Info {
-            label: both("tiles", "分块").into(),
-            text: text!(
-                "feed-forward layers run on {tokens} tokens at a time; on a GPU last bits may differ from a run without --mlp-tile-tokens, because products split their sums by the number of rows",
-                "前馈层每次处理 {tokens} 个 token；在 GPU 上，矩阵乘积按行数拆分求和，结果的最后几位可能与不用 --mlp-tile-tokens 的运行不同"
-            ),
-        });
+        let rows = tokens.get().next_multiple_of(STRETCH_ROWS);
+        if rows > tokens.get() {
+            screen.show(&Event::Info {
+                label: both("tiles", "分块").into(),
+                text: text!(
+                    "feed-forward layers run on {rows} tokens at a time: on a GPU --mlp-tile-tokens {tokens} is rounded up to a multiple of {STRETCH_ROWS}, which keeps all bits",
+                    "前馈层每次处理 {rows} 个 token：在 GPU 上，--mlp-tile-tokens {tokens} 向上取整为 {STRETCH_ROWS} 的倍数，因此结果的每一位都不变"
+                ),
+            });
+        }
     }
     let share = share_of(&asked, env);
     if share.is_some() {

@@ -16,6 +16,7 @@ use crate::model::setup;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
+use kernels::cuda::backend::STRETCH_ROWS;
 use models::data::{EncodeOptions, EncodedSample, SampleSize};
 use models::{Processor, QuantizedWeights};
 use std::path::Path;
@@ -31,8 +32,8 @@ pub type Suggestions = Box<dyn Fn(&mut Failure)>;
 
 /// Maximum number of suggestions in a report.
 const NAMED: usize = 3;
-/// Tokens of the tiles that are suggested: enough that each product still fills a GPU.
-const TILE_TOKENS: usize = 4096;
+/// Tokens of the tiles that are suggested: the fewest on a GPU.
+const TILE_TOKENS: usize = STRETCH_ROWS;
 /// Divisor of the host memory from which on image decoding is named as a large part of it.
 const LARGE_PART: u64 = 8;
 

@@ -266,8 +266,8 @@ impl<'e, 'm> Tape<'e, 'm> {
     }
 
     /// Computes feed-forward layers in tiles of `rows` tokens or patches, so that their inner values exist for one tile
-    /// only; `None` for all rows at once. A tile has more rows where [`Backend::part_step`] asks for it. On the CPU the
-    /// gradients are bit for bit the same either way.
+    /// only; `None` for all rows at once. A tile has more rows where [`Backend::part_step`] asks for it. All
+    /// values and gradients are bit for bit the same either way.
     #[must_use]
     pub fn with_mlp_tiles(mut self, rows: Option<NonZeroUsize>) -> Self {
         self.tiling = rows;

@@ -209,8 +209,8 @@ fn losses_in_small_pieces(library: Library) -> kernels::Result<()> {
 
 /// Rows of the feed-forward layers, of the stretches and of a tile of two of them. The last stretch is shorter.
 const ROWS: usize = 90;
-const STRETCH: usize = 16;
-const TILE: usize = 32;
+const STRETCH: usize = 32;
+const TILE: usize = 64;
 const WIDTH: usize = 512;
 const INNER: usize = 24;
 

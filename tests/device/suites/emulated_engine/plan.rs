@@ -1,5 +1,6 @@
 //! Planned GPU memory compared with that of a run: the meta device beside the emulated one.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -7,6 +8,7 @@ use device_tests::emulator::Order;
 use device_tests::executor::{Library, emulated_backend_with};
 use engine::{DryRun, ParamAccess, PassKind, Precision, Tier, Zero};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::STRETCH_ROWS;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
@@ -22,14 +24,19 @@ const MOST_TOKENS: usize = 100;
 const ANSWER_TOKENS: usize = 3;
 
 /// Passes over a sample: forward and backward twice, then one that only computes its loss.
-fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample) -> Result<()> {
+fn passes(
+    engine: &Zero,
+    model: &dyn VisionLanguageModel,
+    sample: &EncodedSample,
+    tile: Option<NonZeroUsize>,
+) -> Result<()> {
     let backend = engine.backend().clone();
     let inputs = [SampleInput::from(sample)];
     // Twice: the second pass sees the memory of the first.
     for _ in 0..2 {
         engine.begin_pass(PassKind::Train);
         let batch = model.collate(&inputs, &*backend)?;
-        let tape = Tape::training(engine);
+        let tape = Tape::training(engine).with_mlp_tiles(tile);
         let loss = model.forward(&tape, &batch)?;
         tape.backward(&loss, 1.0)?;
         drop((loss, batch));
@@ -37,7 +44,7 @@ fn passes(engine: &Zero, model: &dyn VisionLanguageModel, sample: &EncodedSample
     }
     engine.begin_pass(PassKind::Infer);
     let batch = model.collate(&inputs, &*backend)?;
-    drop(model.forward(&Tape::inference(engine), &batch)?);
+    drop(model.forward(&Tape::inference(engine).with_mlp_tiles(tile), &batch)?);
     drop(batch);
     Ok(engine.end_pass()?)
 }
@@ -51,6 +58,9 @@ struct Also {
     quantized: bool,
     /// Whether layer inputs are recomputed.
     again: bool,
+    /// Rows of a stretch and of a tile of the feed-forward layers.
+    stretch: usize,
+    tile: Option<NonZeroUsize>,
 }
 
 const PLAIN: Also = Also {
@@ -58,6 +68,8 @@ const PLAIN: Also = Also {
     adapters: false,
     quantized: false,
     again: false,
+    stretch: STRETCH_ROWS,
+    tile: None,
 };
 
 fn agree(family: &str, precision: Precision, activation: Tier, weights: Weights) -> Result<()> {
@@ -76,6 +88,8 @@ fn agree_with(
         adapters,
         quantized,
         again,
+        stretch,
+        tile,
     } = also;
     let dir = pack(family);
     let options = match quantized {
@@ -92,29 +106,30 @@ fn agree_with(
         max_new_tokens: ANSWER_TOKENS,
     };
 
-    let counting = CudaBackend::counting(library.kind());
+    let counting = CudaBackend::counting(library.kind()).with_stretch(stretch);
     let dry_run = DryRun::on_discrete_device(
         plan.clone(),
         Arc::new(AdamW::default()),
         Arc::new(counting.clone()),
     )?;
-    passes(&dry_run, &*model, &sample)?;
-    passes(&dry_run, &*model, &text)?;
+    passes(&dry_run, &*model, &sample, tile)?;
+    passes(&dry_run, &*model, &text, tile)?;
     let trained = counting.pool().stats();
     let begin = || dry_run.begin_pass(PassKind::Infer);
     let end = || Ok(dry_run.end_pass()?);
-    dry_run_answers(&*model, &*dry_run, &[prompt], None, &begin, &end)?;
+    dry_run_answers(&*model, &*dry_run, &[prompt], tile, &begin, &end)?;
     let planned = [trained, counting.pool().stats()];
 
     let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
+    let device = device.with_stretch(stretch);
     let zero = setup::loaded(&dir, &*model, plan, Arc::new(device.clone()))?;
-    passes(&zero, &*model, &sample)?;
-    passes(&zero, &*model, &text)?;
+    passes(&zero, &*model, &sample, tile)?;
+    passes(&zero, &*model, &text, tile)?;
     let trained = device.pool().stats();
     let options = GenerateOptions {
         sampling: Sampling::GREEDY,
         stop_ids: Vec::new(),
-        mlp_tiles: None,
+        mlp_tiles: tile,
     };
     let mut is_open = false;
     let mut next = |left: bool| -> Result<bool, ModelError> {
@@ -264,6 +279,29 @@ fn glm_4v_with_library_products_takes_the_planned_memory() -> Result<()> {
             Weights::Leased,
             Also { library, ..PLAIN },
         )?;
+    }
+    Ok(())
+}
+
+/// The sums of stretches, of which each but the first is added to those before, with tiles and without.
+#[test]
+fn feed_forward_layers_in_stretches_take_the_planned_memory() -> Result<()> {
+    for (family, adapters, library) in [
+        ("minicpm-v-2_6", false, Library::Absent),
+        ("glm-4v-9b", false, Library::Multiplies),
+        ("glm-4v-9b", true, Library::Adapts),
+        ("cogvlm-chat-hf", true, Library::Absent),
+    ] {
+        for tile in [None, NonZeroUsize::new(1)] {
+            let also = Also {
+                adapters,
+                library,
+                stretch: 16,
+                tile,
+                ..PLAIN
+            };
+            agree_with(family, Precision::Bf16, Tier::Device, Weights::Leased, also)?;
+        }
     }
     Ok(())
 }

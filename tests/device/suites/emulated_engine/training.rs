@@ -61,7 +61,7 @@ impl Left {
 }
 
 /// Settings of a training run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct How {
     pub precision: Precision,
     pub activation: Tier,
@@ -89,6 +89,8 @@ pub struct How {
     pub tile: Option<NonZeroUsize>,
     /// Rows of a stretch of the feed-forward layers on the GPU.
     pub stretch: usize,
+    /// Tokens of a sample after its image, at least.
+    pub tokens: usize,
 }
 
 impl How {
@@ -110,6 +112,7 @@ impl How {
             max_grad_norm: None,
             tile: None,
             stretch: STRETCH_ROWS,
+            tokens: TOKENS,
         }
     }
 }
@@ -140,8 +143,9 @@ pub fn train(
     );
     assert_eq!(plan.updates_in_forward(), how.updates == Updates::Late);
     let mut zero = setup::loaded(dir, &*model, plan, backend.clone())?;
-    let with_image = setup::sample(dir, TOKENS, MOST_TOKENS)?;
-    let without = setup::text_sample(dir, TOKENS)?;
+    let most = how.tokens + MOST_TOKENS - TOKENS;
+    let with_image = setup::sample(dir, how.tokens, most)?;
+    let without = setup::text_sample(dir, how.tokens)?;
     let mut left = Left {
         losses: Vec::new(),
         applied: Vec::new(),
@@ -242,8 +246,8 @@ fn tiles_of_feed_forward_layers_agree_with_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Tiles of one stretch and of two leave the bits of a run without tiles: losses, gradients and weights. Stretches of another
-/// length leave other bits.
+/// Tiles of one stretch and of two leave the bits of a run without tiles: losses, gradients and weights. Without stretches
+/// the bits are others.
 #[test]
 fn tiles_of_feed_forward_layers_leave_the_same_bits() -> Result<()> {
     let (f32, bf16) = (Precision::F32, Precision::Bf16);
@@ -260,20 +264,17 @@ fn tiles_of_feed_forward_layers_leave_the_same_bits() -> Result<()> {
     ] {
         let mut how = How::new(precision);
         (how.adapters, how.quantized, how.library) = (adapters, quantized, library);
-        how.check = false;
+        (how.check, how.tokens) = (false, 60);
         let mut run = |stretch: usize, tile: usize| -> Result<Left> {
             let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
             let device = CudaBackend::new(gpu, ARENA_BYTES)?.with_stretch(stretch);
             how.tile = NonZeroUsize::new(tile);
             Ok(train(&pack(family), how, Arc::new(device))?.0)
         };
-        let whole = run(16, 0)?;
-        for tile in [1, 17] {
-            let tiled = run(16, tile)?;
-            assert!(
-                tiled.same_bits(&whole),
-                "{family}, {how:?}, tiles of {tile}"
-            );
+        let whole = run(32, 0)?;
+        for tile in [1, 33] {
+            let tiled = run(32, tile)?;
+            assert!(tiled.same_bits(&whole), "{family}, tiles of {tile}");
         }
         assert!(!run(STRETCH_ROWS, 0)?.same_bits(&whole), "{family}");
     }
