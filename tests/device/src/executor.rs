@@ -7,7 +7,7 @@
 //! With [`Delays`] a seed draws each of these times within the limits of the events. Any timing that a device may have
 //! must give the same bits.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -221,7 +221,7 @@ struct State {
     uploads: Beside,
     fetches: Beside,
     /// Products computed by the library.
-    multiplied: u64,
+    products: BTreeMap<String, u64>,
     clock: Clock,
 }
 
@@ -428,7 +428,7 @@ impl EmulatedGpu {
             delivering: Vec::new(),
             uploads: Beside::default(),
             fetches: Beside::default(),
-            multiplied: 0,
+            products: BTreeMap::new(),
             clock: Clock::default(),
         };
         Self {
@@ -466,7 +466,12 @@ impl EmulatedGpu {
 
     /// Number of products computed by the library so far.
     pub fn multiplied(&self) -> u64 {
-        self.lock().multiplied
+        self.lock().products.values().sum()
+    }
+
+    /// Shape and factors of each product that the library computed so far, and how often.
+    pub fn products(&self) -> BTreeMap<String, u64> {
+        self.lock().products.clone()
     }
 
     /// Uploads so far.
@@ -644,7 +649,11 @@ unsafe impl Executor for EmulatedGpu {
             return Ok(false);
         }
         let mut state = self.lock();
-        state.multiplied += 1;
+        let Multiply {
+            shape, alpha, beta, ..
+        } = product;
+        let key = format!("{shape:?} {alpha} {beta}");
+        *state.products.entry(key).or_default() += 1;
         state.push(Command::Multiply(
             Box::new(*product),
             workspace,
