@@ -512,14 +512,18 @@ class Shared(unittest.TestCase):
 
     def test_tiles_must_lower_the_peak_and_keep_the_losses(self):
         def log(peak, losses):
-            rows = [{"loss": loss, "bytes": {"device": peak}, "step_seconds": 9.0 - step} for step, loss in enumerate(losses)]
+            rows = [{"loss": loss, "grad_norm": 1.0, "bytes": {"device": peak}, "step_seconds": 9.0 - step} for step, loss in enumerate(losses)]
             return [*rows, {"eval_loss": 1.0}]
 
-        table, wrong = tiles.judged(log(9, [2.0, 1.0]), log(5, [2.0, 1.00001]))
+        table, wrong = tiles.judged(log(9, [2.0, 1.0]), log(5, [2.0, 1.0]))
         self.assertEqual(wrong, [])
         self.assertEqual([row[:3] for row in table], [("all rows", 9, 8.0), ("tiles", 5, 8.0)])
-        for other in (log(9, [2.0, 1.0]), log(5, [2.1, 1.0]), log(5, [2.0]), log(5, [2.0, float("nan")])):
+        for other in (log(9, [2.0, 1.0]), log(5, [2.0, 1.0000000000000002]), log(5, [2.0]), log(5, [2.0, "NaN"])):
             self.assertNotEqual(tiles.judged(log(9, [2.0, 1.0]), other)[1], [])
+        self.assertNotEqual(tiles.judged(log(9, [2.0, "NaN"]), log(5, [2.0, "NaN"]))[1], [])
+        norms = log(5, [2.0, 1.0])
+        norms[1]["grad_norm"] = 1.0000000000000002
+        self.assertNotEqual(tiles.judged(log(9, [2.0, 1.0]), norms)[1], [])
         self.assertNotEqual(tiles.judged(log(9, []), log(5, []))[1], [])
 
     def test_losses_of_the_first_updates_are_compared(self):
