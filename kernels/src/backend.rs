@@ -363,9 +363,8 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         1
     }
 
-    /// The device that computes feed-forward layers, if it is not this one: it computes products on stretches of
-    /// [`Backend::part_step`] rows, so a tile of whole stretches makes the same calls as all rows at once. It shares all
-    /// memory with this device.
+    /// This device for feed-forward layers, if it computes these in another way: products on stretches of
+    /// [`Backend::part_step`] rows, so that tiles make the same calls as all rows at once. Both share all memory.
     fn feed_forward(&self) -> Option<&dyn Backend> {
         None
     }

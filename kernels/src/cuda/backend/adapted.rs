@@ -402,7 +402,7 @@ impl CudaBackend {
         &self,
         args: &AdaptedLinearGradArgs<'_>,
         mut sums: AdapterSums,
-        part: Option<SumPart>,
+        part: SumPart,
     ) -> Result<AdaptedLinearGrads> {
         const OP: &str = "adapted_linear_backward";
         adapted::check_backward(OP, args)?;
@@ -419,13 +419,9 @@ impl CudaBackend {
             false => None,
         };
         let Some(stacked) = stacked else {
-            let all = SumPart {
-                first: 0,
-                total: x.shape().rows(),
-            };
             return match args.forward.row_groups {
                 Some(_) => adapted::backward(self, args),
-                None => adapted::backward_part(self, args, sums, part.unwrap_or(all)),
+                None => adapted::backward_part(self, args, sums, part),
             };
         };
         let ((t, _, dtype), sms) = (stacked.input(), self.executor.multiprocessors());

@@ -90,9 +90,8 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
 /// small chunks would make the host wait for queued work.
 const LARGE_UPLOAD_BYTES: usize = 1 << 20;
 
-/// Rows of a stretch. Products of feed-forward layers are computed on one stretch of rows after the other, and sums over rows
-/// are added in this order, so tiles of whole stretches have the bits of all rows at once. A product of so many rows fills
-/// a GPU.
+/// Rows of a stretch: enough for a product to fill a GPU. Products of feed-forward layers are computed on one stretch of rows
+/// after the other, and sums over rows are added in this order. So tiles of whole stretches have the bits of all rows at once.
 pub const STRETCH_ROWS: usize = 4096;
 
 /// Device that executes launches and copies: its memory, one queue of work, and copies beside that queue.
@@ -1031,7 +1030,8 @@ impl Backend for CudaBackend {
         &self,
         args: AdaptedLinearGradArgs<'_>,
     ) -> Result<AdaptedLinearGrads> {
-        self.adapted_backward_op(&args, Vec::new(), None)
+        let total = args.forward.x.shape().rows();
+        self.adapted_backward_op(&args, Vec::new(), SumPart { first: 0, total })
     }
 
     fn adapted_linear_backward_part(
@@ -1040,7 +1040,10 @@ impl Backend for CudaBackend {
         sums: AdapterSums,
         part: SumPart,
     ) -> Result<AdaptedLinearGrads> {
-        self.adapted_backward_op(&args, sums, Some(part))
+        const OP: &str = "adapted_linear_backward_part";
+        let (rows, has_sum) = (args.forward.x.shape().rows(), part.first > 0);
+        check::part(OP, part, rows, self.stretch, has_sum)?;
+        self.adapted_backward_op(&args, sums, part)
     }
 
     fn matmul_of_rows(&self, a: &Tensor, b: &Tensor, rows: &Tensor) -> Result<Tensor> {
