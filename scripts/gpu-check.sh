@@ -236,7 +236,7 @@ tiles() {
   local trained flags run tokens=12288 tile=4096 inner=8192 hidden=512 heads=4 layers=2 model="$out/tiles-model"
   # As much as a CPU or the fake driver computes in seconds. On a GPU a tile has at least 4096 rows.
   [ "$device$small" = cuda ] || { tokens=1024 tile=256 hidden=128 heads=2 layers=1; }
-  [ "$device$small" != cuda--small ] || { tokens=4400 tile=4096 inner=2048 hidden=32; }
+  [ "$device$small" != cuda--small ] || { tokens=4400 tile=4096 inner=1024; }
   rm -rf "$model"
   cat >"$out/tiles.config.json" <<JSON
 {"version": 2.6, "model_type": "minicpmv", "hidden_size": $hidden, "intermediate_size": $inner, "num_hidden_layers": $layers,
