@@ -16,7 +16,7 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::STRETCH_ROWS;
 use kernels::cuda::backend::graphs::Mode;
 use kernels::{Backend, CpuBackend, DType};
-use models::autograd::Tape;
+use models::autograd::{Dropout, Tape};
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 
 use crate::setup::{self, ARENA_BYTES, Updates, Weights, pack};
@@ -72,6 +72,8 @@ pub struct How {
     pub text_pass: Option<usize>,
     /// Whether only adapters are trainable.
     pub adapters: bool,
+    /// Probability of the adapters' dropout.
+    pub dropout: f32,
     /// Whether adapters train beside quantized weights.
     pub quantized: bool,
     pub library: Library,
@@ -102,6 +104,7 @@ impl How {
             again: false,
             text_pass: None,
             adapters: false,
+            dropout: 0.0,
             quantized: false,
             library: Library::Absent,
             check: true,
@@ -124,10 +127,13 @@ pub fn train(
     how: How,
     backend: Arc<dyn Backend>,
 ) -> Result<(Left, Arc<dyn VisionLanguageModel>)> {
-    let options = match how.quantized {
+    let mut options = match how.quantized {
         true => setup::quantized_options(how.precision),
         false => setup::options(how.precision, how.adapters),
     };
+    if let Some(lora) = &mut options.lora {
+        lora.lora_dropout = how.dropout;
+    }
     let model = open_model(dir, options)?;
     let plan = setup::plan_updating(
         &*model,
@@ -162,9 +168,14 @@ pub fn train(
             zero.announce_update(LEARNING_RATE, 1.0, sample.supervised_tokens() as u64)?;
         }
         zero.begin_pass(PassKind::Train);
-        let batch = model.collate(&[SampleInput::from(sample)], &*backend)?;
+        let inputs = [SampleInput::from(sample)];
+        let batch = model.collate(&inputs, &*backend)?;
         let tape = Tape::training(&zero).with_recompute_check(how.check);
         let tape = tape.with_mlp_tiles(how.tile);
+        let tape = match how.dropout > 0.0 {
+            true => tape.with_dropout(Dropout::new(5, &[3], &inputs, &*backend)?),
+            false => tape,
+        };
         let loss = model.forward(&tape, &batch)?;
         let fetch = loss.fetch()?;
         let skipped = how.skipped == Some(pass);
@@ -247,11 +258,16 @@ fn tiles_of_feed_forward_layers_agree_with_the_cpu() -> Result<()> {
 }
 
 /// Tiles of one stretch and of two leave the bits of a run without tiles: losses, gradients and weights. Without stretches
-/// the bits are others. A library gets the same products with tiles as without.
+/// the bits are others. Adapters have dropout where our kernels compute all products. A library gets the same products with tiles as without.
 fn tiles_leave_the_same_bits(cases: &[(&str, Precision, bool, bool, Library)]) -> Result<()> {
     for &(family, precision, adapters, quantized, library) in cases {
         let mut how = How::new(precision);
         (how.adapters, how.quantized, how.library) = (adapters, quantized, library);
+        how.dropout = if library == Library::Absent {
+            0.25
+        } else {
+            0.0
+        };
         (how.check, how.tokens) = (false, 60);
         let mut run = |stretch: usize, tile: usize| -> Result<(Left, Vec<String>)> {
             let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(library));
