@@ -286,12 +286,11 @@ struct Softmax {
 };
 
 template <int M>
-DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts,
-                   const int* k_starts, const int* tiles, int heads, int kv_heads, int causal, float scale) {
+DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* out, float* lse, Sequences all) {
   constexpr int ROWS = 64 * M, KEYS = 64, N = KEYS / 8;
-  const int head = blockIdx.x, kv_head = head / (heads / kv_heads);
-  const int* tile = tiles + 2 * blockIdx.y;
-  Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int heads = all.heads, kv_heads = all.kv_heads, head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int* tile = all.tile();
+  Sequence sequence = all.at(tile[0]);
   const int warp = warp_index();
   int block_row = tile[1] * ROWS, row = block_row + warp * 16 * M;
   const int block_visible = sequence.visible(smaller(block_row + ROWS, sequence.queries) - 1);
@@ -313,7 +312,7 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
   UNROLL for (int m = 0; m < M; m++)
     UNROLL for (int half = 0; half < 2; half++) softmax.base[m][half] = minus_infinity(), softmax.sum[m][half] = 0.0f;
 
-  const float factor = scale * LOG2_E;
+  const float factor = all.scale * LOG2_E;
   int key = (block_visible - 1) / KEYS * KEYS;
   Left<M> left;
   if (block_visible > 0) {
@@ -349,7 +348,7 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
   }
 
   // Read again instead of kept in registers.
-  sequence = Sequence(q_starts, k_starts, tile[0], causal);
+  sequence = all.at(tile[0]);
   row = tile[1] * ROWS + warp * 16 * M;
   float inverse[M][2];
   UNROLL for (int m = 0; m < M; m++)
@@ -370,16 +369,14 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
 }
 
 KERNEL(THREADS, BLOCKS_128)
-forward_128(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
-            const int* tiles, int heads, int kv_heads, int causal, float scale) {
+forward_128(const u16* q, const u16* k, const u16* v, u16* out, float* lse, Sequences all) {
   SHARED_MEMORY(memory);
-  attend<2>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  attend<2>(memory, q, k, v, out, lse, all);
 }
 KERNEL(THREADS, BLOCKS_64)
-forward_64(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
-           const int* tiles, int heads, int kv_heads, int causal, float scale) {
+forward_64(const u16* q, const u16* k, const u16* v, u16* out, float* lse, Sequences all) {
   SHARED_MEMORY(memory);
-  attend<1>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  attend<1>(memory, q, k, v, out, lse, all);
 }
 
 // ---- backward
@@ -408,12 +405,12 @@ KERNEL(THREADS, 8) output_products(const u16* out, const u16* dout, float* delta
 
 template <int M>
 DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse,
-                            const float* delta, u16* dq, const int* q_starts, const int* k_starts, const int* tiles,
-                            int heads, int kv_heads, int causal, float scale) {
+                            const float* delta, u16* dq, Sequences all) {
   constexpr int ROWS = 64 * M, KEYS = 32, N = KEYS / 8;
-  const int head = blockIdx.x, kv_head = head / (heads / kv_heads), warp = warp_index();
-  const int* tile = tiles + 2 * blockIdx.y;
-  Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int heads = all.heads, kv_heads = all.kv_heads, head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int warp = warp_index();
+  const int* tile = all.tile();
+  Sequence sequence = all.at(tile[0]);
   const int block_row = tile[1] * ROWS;
   int row = block_row + warp * 16 * M;
   const int block_visible = sequence.visible(smaller(block_row + ROWS, sequence.queries) - 1);
@@ -446,7 +443,7 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
         base[m][half] = inside ? exponent_base(lse[(i64)(sequence.q_start + at) * heads + head]) : -minus_infinity();
         mean[m][half] = inside ? delta[(i64)(sequence.q_start + at) * heads + head] : 0.0f;
       }
-    const float factor = scale * LOG2_E;
+    const float factor = all.scale * LOG2_E;
     Left<M> left_q, left_dout;
     if (Q_RESIDENT > 0) {
       copy_async_wait<0>();
@@ -485,10 +482,10 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
     }
   }
 
-  sequence = Sequence(q_starts, k_starts, tile[0], causal);
+  sequence = all.at(tile[0]);
   row = tile[1] * ROWS + warp * 16 * M;
   float factor[M][2];
-  UNROLL for (int m = 0; m < M; m++) factor[m][0] = factor[m][1] = scale;
+  UNROLL for (int m = 0; m < M; m++) factor[m][0] = factor[m][1] = all.scale;
   u8* staged = memory + warp * 16 * M * PITCH;
   stage_rows(staged, o, factor);
   warp_barrier();
@@ -498,30 +495,28 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
 
 KERNEL(THREADS, BLOCKS_128)
 gradient_q_128(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
-               const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
-               float scale) {
+               Sequences all) {
   SHARED_MEMORY(memory);
-  differentiate_q<2>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  differentiate_q<2>(memory, q, k, v, dout, lse, delta, dq, all);
 }
 KERNEL(THREADS, BLOCKS_64)
 gradient_q_64(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
-              const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
-              float scale) {
+              Sequences all) {
   SHARED_MEMORY(memory);
-  differentiate_q<1>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  differentiate_q<1>(memory, q, k, v, dout, lse, delta, dq, all);
 }
 
 KERNEL(THREADS, KV_BLOCKS)
 gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dk,
-            u16* dv, float* dk_parts, float* dv_parts, const int* q_starts, const int* k_starts, const int* tiles,
-            int heads, int kv_heads, int parts, u64 part_stride, int causal, float scale) {
+            u16* dv, float* dk_parts, float* dv_parts, u64 part_stride, Sequences all, int parts) {
   SHARED_MEMORY(memory);
   constexpr int KEYS = 64, ROWS = 32, M = 2, N = ROWS / 8;
   // Shared memory: keys, values, two stages of (queries, gradients of outputs), weights, two stages of (lse, delta).
   constexpr int STAGE = 2 * ROWS * PITCH;
+  const int heads = all.heads, kv_heads = all.kv_heads, causal = all.causal;
   const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts, group = heads / kv_heads, warp = warp_index();
-  const int* tile = tiles + 2 * blockIdx.y;
-  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int* tile = all.tile();
+  const Sequence sequence = all.at(tile[0]);
   // Warps 0 and 1 make dv and dk of the first 32 keys, 2 and 3 of the others.
   const bool of_k = warp % 2 == 1;
   const int block_key = tile[1] * KEYS, warp_key = warp / 2 * 32, key = block_key + warp_key;
@@ -562,7 +557,7 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
     copy_k.rows<KEYS>(shared_v, v, sequence.k_start + block_key, sequence.keys - block_key);
     copy_queries(0, first);
     if (warp < 2) statistics[warp * ROWS + lane_index()] = statistic(head, first);
-    const float factor = scale * LOG2_E;
+    const float factor = all.scale * LOG2_E;
     int query = first, stage = 0;
     Left<M> left;
     if (KV_RESIDENT > 0) {
@@ -637,7 +632,7 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
   const int valid = sequence.keys - key;
   if (parts == 1) {
     float scales[M][2];
-    UNROLL for (int m = 0; m < M; m++) scales[m][0] = scales[m][1] = of_k ? scale : 1.0f;
+    UNROLL for (int m = 0; m < M; m++) scales[m][0] = scales[m][1] = of_k ? all.scale : 1.0f;
     u8* staged = memory + ((of_k ? KEYS : 0) + warp_key) * PITCH;
     stage_rows(staged, o, scales);
     warp_barrier();
@@ -646,7 +641,7 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
   } else {
     float* to = (of_k ? dk_parts : dv_parts) + part * part_stride +
                 ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM + lane_index() % 4 * 2;
-    const float factor = of_k ? scale : 1.0f;
+    const float factor = of_k ? all.scale : 1.0f;
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int half = 0; half < 2; half++) {
         const int row = m * 16 + half * 8 + lane_index() / 4;
