@@ -53,7 +53,7 @@ pub(crate) fn the_optimizer_runs_in_forward_with_the_same_bits() {
         (
             "wide",
             1,
-            "--precision fp16 --offload cpu --gradient-accumulation-steps 2",
+            "--precision fp16 --loss-scale 1024 --offload cpu --gradient-accumulation-steps 2",
         ),
     ];
     for (cell, ranks, flags) in &cells[..if every() { 4 } else { 2 }] {
