@@ -354,13 +354,17 @@ fn an_arena_is_larger_than_its_plan_where_memory_allows() {
 #[cfg(feature = "cuda")]
 #[test]
 fn an_arena_has_room_for_the_largest_block_in_another_order() {
-    use kernels::cuda::{CudaBackend, device_kind::DeviceKind};
+    use kernels::cuda::{
+        CudaBackend,
+        device_kind::{AttentionBackward, DeviceKind},
+    };
     use kernels::{DType, Shape, Tag};
 
     let kind = DeviceKind {
         multiprocessors: 1,
         compute_capability: None,
         has_library: true,
+        attention_backward: AttentionBackward::Split,
     };
     let device = CudaBackend::counting_within(kind, arena_bytes(34 << 20, None));
     let block = |mib: usize| {

@@ -641,6 +641,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::device_kind::AttentionBackward;
     use std::sync::atomic::AtomicU64;
     use std::sync::{OnceLock, Weak};
 
@@ -659,6 +660,7 @@ mod tests {
                 multiprocessors: 1,
                 compute_capability: None,
                 has_library: false,
+                attention_backward: AttentionBackward::Split,
             }
         }
 

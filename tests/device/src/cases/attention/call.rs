@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use half::{bf16, f16};
 use kernels::DType;
+use kernels::cuda::device_kind::AttentionBackward;
 use kernels::cuda::launch::Address;
 use kernels::cuda::ops::attention::{Gradients, Inputs, Outputs, Plan, Problem};
 
@@ -22,6 +23,7 @@ pub(super) struct Call {
     pub(super) shape: Attention,
     /// Number of multiprocessors for the choice of tiles.
     pub(super) multiprocessors: u32,
+    pub(super) backward: AttentionBackward,
 }
 
 /// Bytes of values in a dtype.
@@ -126,6 +128,7 @@ impl Call {
             scale: shape.scale as f32,
             multiprocessors: self.multiprocessors,
             shared_bytes: 228 << 10,
+            backward: self.backward,
         })
     }
 
