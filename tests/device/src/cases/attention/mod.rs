@@ -6,6 +6,7 @@ mod exact;
 use anyhow::{Result, ensure};
 use kernels::DType;
 use kernels::cuda::device_kind::AttentionBackward::{self, Fused, Split};
+use kernels::cuda::module::Module;
 
 use self::call::{Call, Results};
 use self::exact::{Bounded, Exact, Statistics, Values};
@@ -190,6 +191,25 @@ fn many_tiles(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, usi
         );
         cases.push(Case::new(name, move |machine| check_all(machine, &call)));
     }
+}
+
+/// Checks the fused backward by a text of attention.cu, with three tiles of keys in one sequence and two in another.
+///
+/// # Errors
+/// A report of the machine, or a wrong value.
+pub fn check_turns(machine: &mut dyn Machine, text: &str) -> Result<()> {
+    const KERNELS: &[&str] = &["forward_128", "output_products", "clear_words", "gradients"];
+    let text = format!("#define TYPE 1\n#define HEAD_DIM 16\n{text}");
+    let module = Module::foreign("turns", text, KERNELS);
+    let call = Call {
+        dtype: DType::BF16,
+        shape: shape(&[(70, 300), (5, 140)], (2, 1), 16, true),
+        multiprocessors: FEW,
+        backward: Fused,
+    };
+    let values = call.draw(4);
+    let got = call.run_from(machine, &values, Some(&module))?;
+    check_values(&call, &values, &got)
 }
 
 /// Checks every element, and the bits of a second run.
