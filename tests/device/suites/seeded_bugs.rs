@@ -254,14 +254,27 @@ fn broken_turns_are_reported() {
         check_turns(&mut Emulator::new(order), fused).unwrap();
     }
     let check = |machine: &mut Emulator, text: &str| check_turns(machine, text);
-    let caught = |from, to, words| reported(fused, check, &[(from, to)], words);
+    let caught_all =
+        |replacements: &[(&str, &str)], words| reported(fused, check, replacements, words);
+    let caught = |from, to, words| caught_all(&[(from, to)], words);
     let unordered = "without a fence and a counter after the write by another block";
-    let wait = "while (load_volatile(turn) != (u32)tile[1]) {";
-    caught(wait, "while (false) {", unordered);
-    caught("atomic_increment(turn);", "", "volatile loads");
-    caught("!= (u32)tile[1])", "!= (u32)tile[1] + 1)", "volatile loads");
-    let release = "device_fence();\n          atomic_increment(turn);";
-    caught(release, "atomic_increment(turn);", unordered);
+    // The loop alone would not be missed: blocks run one after the other here, so the first read sees the turn.
+    let wait = "while (turns_taken != (u32)tile[1])";
+    let read = "turns_taken = thread == 0 && !is_first ? load_volatile(turns + turn) : 0;";
+    caught_all(
+        &[(read, "turns_taken = 0;"), (wait, "while (false)")],
+        unordered,
+    );
+    caught(
+        "if (added_to) atomic_increment(turns + added_to);",
+        "",
+        "volatile loads",
+    );
+    caught("(u32)tile[1])", "(u32)tile[1] + 1)", "volatile loads");
+    let fence = "device_fence();\n        if (added_to)";
+    caught(fence, "if (added_to)", unordered);
+    let last = "device_fence();\n      atomic_increment(turns + added_to);";
+    caught(last, "atomic_increment(turns + added_to);", unordered);
     // Tickets that begin with the last tile of keys.
     let pair = "tiles + 2 * (ticket / heads_of_tile)";
     let reversed = "tiles + 2 * ((int)gridDim.x / heads_of_tile - 1 - ticket / heads_of_tile)";

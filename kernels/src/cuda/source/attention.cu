@@ -723,7 +723,6 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
   const int part = ticket % heads_of_tile % parts, kv_head = ticket % heads_of_tile / parts, group = heads / kv_heads;
   const Sequence sequence(q_starts, k_starts, tile[0], causal);
   const int block_key = tile[1] * KEYS, key = block_key + warp * 16;
-  u32* const first_turn = turns + 1 + (i64)(sequence.q_start / ROWS + tile[0]) * heads;
 
   const int first_seeing = causal ? block_key + sequence.queries - sequence.keys : 0;
   const int first = first_seeing < 0 ? 0 : first_seeing / ROWS * ROWS;
@@ -757,6 +756,7 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
     const u32 warp_k = shared_k + warp * 16 * PITCH, warp_v = shared_v + warp * 16 * PITCH;
     const float factor = scale * LOG2_E;
     int query = last, stage = 0;
+    u32 added_to = 0;  // the turns of the tile before, if other blocks wait for them
     Left<1> left;
     while (head < last_head) {
       copy_async_wait<0>();
@@ -773,11 +773,14 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
         next_statistic = statistic(next_head, next_query);
       }
       const u32 rows_q = shared_q + stage * STAGE;
-      // Keys that the last query of the tile sees, from this block's first one on, in steps of 16.
+      // Keys that the last query of the tile sees.
       const int visible = sequence.visible(smaller(query + ROWS, sequence.queries) - 1);
-      const int steps = smaller(KEYS / 16, divide_up(visible - block_key, 16));
-      u32 ds[1][N / 2][4];
-      if (warp < steps) {
+      const u32 turn = 1 + (sequence.q_start / ROWS + tile[0] + query / ROWS) * heads + head;
+      const bool is_first = block_key == 0, is_last = block_key + KEYS >= visible;
+      // Read early: it arrives during the products.
+      u32 turns_taken = thread == 0 && !is_first ? load_volatile(turns + turn) : 0;
+      u32 ds[1][N / 2][4] = {};
+      if (key < visible) {
         const float* base = statistics + stage * 2 * ROWS + lane % 4 * 2;
         float s[1][N][4], dp[1][N][4];
         u32 p[1][N / 2][4];
@@ -800,80 +803,75 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
           UNROLL for (int i = 0; i < 4; i++) s[0][n][i] *= dp[0][n][i] - (i % 2 ? mean.y : mean.x);
         }
         narrow(ds, s);
-        UNROLL for (int n = 0; n < N; n++)
-          UNROLL for (int half = 0; half < 2; half++)
-            *(u32*)(stored_ds + chunk_offset<N>(warp * 16 + half * 8 + lane / 4, n) + lane % 4 * 4) =
-                ds[0][n / 2][n % 2 * 2 + half];
         accumulate(dv_sum, p, shared_dout);
+      }
+      UNROLL for (int n = 0; n < N; n++)
+        UNROLL for (int half = 0; half < 2; half++)
+          *(u32*)(stored_ds + chunk_offset<N>(warp * 16 + half * 8 + lane / 4, n) + lane % 4 * 4) =
+              ds[0][n / 2][n % 2 * 2 + half];
+      // One fence for both: it follows the turns before this one, and what this block added to the tile before.
+      if (thread == 0 && (!is_first || added_to)) {
+        while (turns_taken != (u32)tile[1]) turns_taken = load_volatile(turns + turn);
+        device_fence();
+        if (added_to) atomic_increment(turns + added_to);
       }
       block_barrier();
       if (has_next) {
         copy_queries(shared_dout, dout, next_query);
         if (thread < 2 * ROWS) statistics[(stage ^ 1) * 2 * ROWS + thread] = next_statistic;
       }
-      if (warp < steps) accumulate(dk_sum, ds, rows_q);
-
-      // This warp's part of dq: 16 queries, the pairs of pieces from `pair` on.
+      // This warp's part of dq: 16 queries, the pairs of pieces from `pair` on. Those behind the row are not stored.
       const int warp_row = warp % (ROWS / 16) * 16, pair = warp / (ROWS / 16) * OWN;
       float o[2 * OWN][4];
       UNROLL for (int n = 0; n < 2 * OWN; n++)
         UNROLL for (int i = 0; i < 4; i++) o[n][i] = 0.0f;
       const u32 left_ds = shared_ds + chunk_offset<N>(lane % 8 + lane / 16 * 8, warp_row / 8 + lane / 8 % 2);
-      for (int step = 0; step < steps; step++) {
+      UNROLL for (int step = 0; step < KEYS / 16; step++) {
         u32 a[4];
         load_matrix_x4_transposed(a, left_ds + step * 16 * ROWS * 2);
         UNROLL for (int i = 0; i < OWN; i++) {
-          if (pair + i >= PAIRS) break;
           u32 b[4];
           load_matrix_x4_transposed(b, right_of(shared_k + lane_of_left(), 2 * (pair + i)) + step * 16 * PITCH);
           T::mma(o[2 * i], a, b[0], b[1]);
           T::mma(o[2 * i + 1], a, b[2], b[3]);
         }
       }
-
-      u32* const turn = first_turn + (i64)(query / ROWS) * heads + head;
-      const bool is_first = block_key == 0, is_last = block_key + KEYS >= visible;
-      if (!is_first) {
-        if (thread == 0) {
-          while (load_volatile(turn) != (u32)tile[1]) {
-          }
-          device_fence();
-        }
-        block_barrier();
-      }
-      UNROLL for (int half = 0; half < 2; half++) {
-        const int row = query + warp_row + half * 8 + lane / 4;
-        const i64 at = ((i64)(sequence.q_start + row) * heads + head) * HEAD_DIM + lane % 4 * 2;
+      // What earlier blocks added arrives during the product for dk.
+      uint2 before[2][2 * OWN];
+      const int row = query + warp_row + lane / 4, rows_left = sequence.queries - row, pieces_left = PIECES - 2 * pair;
+      const u32 at = ((u32)(sequence.q_start + row) * heads + head) * HEAD_DIM + pair * 16 + lane % 4 * 2;
+      const u32 half_stride = 8 * heads * HEAD_DIM;
+      UNROLL for (int half = 0; half < 2; half++)
         UNROLL for (int n = 0; n < 2 * OWN; n++) {
-          const int piece = 2 * pair + n;
-          if (row >= sequence.queries || piece >= PIECES) break;
-          uint2* const sum = (uint2*)(dq_sums + at + piece * 8);
-          float x = o[n][2 * half], y = o[n][2 * half + 1];
-          if (!is_first) {
-            const uint2 before = load_streaming(sum);
-            x = float_of_bits(before.x) + x, y = float_of_bits(before.y) + y;
-          }
+          before[half][n] = make_uint2(0, 0);
+          if (!is_first && half * 8 < rows_left && n < pieces_left)
+            before[half][n] = load_streaming((const uint2*)(dq_sums + at + half * half_stride + n * 8));
+        }
+      if (key < visible) accumulate(dk_sum, ds, rows_q);
+      UNROLL for (int half = 0; half < 2; half++)
+        UNROLL for (int n = 0; n < 2 * OWN; n++) {
+          if (half * 8 >= rows_left || n >= pieces_left) continue;
+          const float x = float_of_bits(before[half][n].x) + o[n][2 * half];
+          const float y = float_of_bits(before[half][n].y) + o[n][2 * half + 1];
+          const u32 to = at + half * half_stride + n * 8;
           if (is_last)
-            *(u32*)(dq + at + piece * 8) = T::narrow_pair(x * scale, y * scale);
+            *(u32*)(dq + to) = T::narrow_pair(x * scale, y * scale);
           else
-            *sum = make_uint2(bits_of_float(x), bits_of_float(y));
+            *(float2*)(dq_sums + to) = make_float2(x, y);
         }
-      }
-      if (!is_last) {
-        block_barrier();
-        if (thread == 0) {
-          device_fence();
-          atomic_increment(turn);
-        }
-      }
+      added_to = is_last ? 0 : turn;
       head = next_head, query = next_query, stage ^= 1;
+    }
+    block_barrier();
+    if (thread == 0 && added_to) {
+      device_fence();
+      atomic_increment(turns + added_to);
     }
   }
 
   const int valid = sequence.keys - key;
   const i64 to = ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM;
   const float factors[2] = {scale, 1.0f};
-  block_barrier();
   UNROLL for (int which = 0; which < 2; which++) {
     const float(&sum)[1][PIECES][4] = which ? dv_sum : dk_sum;
     if (parts == 1) {
