@@ -231,6 +231,23 @@ pub(crate) fn products_of_a_run_use_the_library() {
     says(&text, &["cuBLASLt was not found"]);
 }
 
+/// The variable reaches the plan and the run: the memory is what the plan says, and the losses are those of the other
+/// kernels up to the order of sums.
+pub(crate) fn the_backward_of_attention_is_fused_by_request() {
+    let site = Site::with_model();
+    let line = "--precision bf16 --max-steps 2 --device cuda --nproc 1 --save-strategy no --eval-strategy no";
+    let fused = [("TESSERA_ATTENTION_BACKWARD", "fused")];
+    for (output, variables) in [("split", &[][..]), ("fused", &fused)] {
+        let screen = site.train(variables, &format!("{line} --output {output}"));
+        let says_so = screen.contains("fused attention backward");
+        assert_eq!(says_so, output == "fused", "{screen}");
+        site.takes_what_the_plan_says(output);
+    }
+    let [split, fused] = ["split", "fused"].map(|run| site.losses(run));
+    assert_ne!(split, fused, "the variable did nothing");
+    near(&fused, &split, DType::BF16);
+}
+
 /// Model families, by their golden packs. Without [`every`] only the first one trains.
 const FAMILIES: [&str; 12] = [
     "minicpm-v-2_6",
