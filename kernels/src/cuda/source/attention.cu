@@ -75,7 +75,8 @@ DEVICE int lane_index() { return threadIdx.x & 31; }
 // Taken from lane 0: the compiler then knows that branches on it do not divide the warp.
 DEVICE int warp_index() { return (int)shuffle((u32)threadIdx.x >> 5, 0); }
 
-// The part of a thread in copies from global to shared memory by COUNT threads: one piece of every STEP-th row of a head.
+// The part of a thread in copies from global to shared memory by COUNT threads: one piece of every STEP-th row of a
+// head.
 template <int COUNT>
 struct CopyBy {
   static constexpr int STEP = COUNT / PIECES;
@@ -677,17 +678,17 @@ KERNEL(THREADS, 8) sum_parts(const float* dk_parts, const float* dv_parts, u16* 
 
 // ---- backward with five products
 
-// One kernel instead of gradient_q and gradient_kv (Dao, FlashAttention-2): a block has 128 keys of one key/value head (or
-// of a part of its query heads) and walks tiles of queries from the last one down. Warp w has keys 16 w..16 w + 16: it
-// makes p and ds [keys, queries] once, adds p dout to dv and ds q to dk in registers, and stores ds. All warps then make
-// dq = ds^T k of the tile.
+// One kernel instead of gradient_q and gradient_kv (Dao, FlashAttention-2): a block has 128 keys of one key/value head
+// (or of a part of its query heads) and walks tiles of queries from the last one down. Warp w has keys 16 w..16 w + 16:
+// it makes p and ds [keys, queries] once, adds p dout to dv and ds q to dk in registers, and stores ds. All warps then
+// make dq = ds^T k of the tile.
 //
-// Blocks that share a tile of queries add to dq in f32, each in its turn: the tile of keys number i is the i-th. A tile of
-// queries sees the tiles of keys from 0 on, so `turns` counts those that have added. The first one stores its sum, the last
-// one rounds it to `dq`; where one tile has all keys, no sum is stored. Blocks take tickets: a block waits for tickets before
-// its own only, whose blocks run already, whatever the order in which a GPU starts blocks.
+// Blocks that share a tile of queries add to dq in f32, each in its turn: tile of keys i is the i-th. A tile of queries
+// sees the tiles of keys from 0 on, so its word of `turns` counts those that have added. The first one stores its sum,
+// the last one rounds it to `dq`; where one tile has all keys, no sum is stored. Blocks take tickets: one waits only
+// for earlier tickets, whose blocks run already, in whatever order a GPU starts blocks.
 constexpr int FUSED_THREADS = 256, FUSED_KEYS = 128;
-// Queries of a tile: what 99 KB of shared memory hold.
+// Queries of a tile: as many as 99 KB of shared memory and 255 registers hold.
 constexpr int FUSED_ROWS = HEAD_DIM <= 80 ? 64 : 32;
 
 // Words of `words` become zero.
@@ -697,8 +698,8 @@ KERNEL(FUSED_THREADS, 1) clear_words(u32* words, u64 n) {
 }
 
 // `turns`: zeros, the ticket and then one word per tile of queries and head; the tiles of sequence i begin at
-// q_starts[i] / FUSED_ROWS + i. `dq_sums` [t, h, d] f32; `parts`, `dk_parts` and `dv_parts` as for gradient_kv. One block
-// per pair of `tiles`, key/value head and part.
+// q_starts[i] / FUSED_ROWS + i. `dq_sums` [t, h, d] f32; `parts`, `dk_parts` and `dv_parts` as for gradient_kv. One
+// block per pair of `tiles`, key/value head and part; pairs of one sequence ascend.
 KERNEL(FUSED_THREADS, 1)
 gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
           u16* dk, u16* dv, float* dq_sums, float* dk_parts, float* dv_parts, u32* turns, const int* q_starts,
