@@ -451,6 +451,20 @@ mod tests {
         }
     }
 
+    #[test]
+    fn other_kernels_of_the_attention_backward_are_refused() {
+        let with = |kernels: &str| {
+            let mut machine = plain("gpu02");
+            machine.add(ATTENTION_BACKWARD, kernels, Concern::Results);
+            machine
+        };
+        let equal = judge(&[with("fused"), with("fused")]).expect("equal");
+        assert_eq!(equal.len(), 0);
+        let failure = judge(&[with("fused"), with("split")]).expect_err("differs");
+        let next = &failure.next[0];
+        assert!(next.contains("TESSERA_ATTENTION_BACKWARD"), "{failure}");
+    }
+
     fn plain(host: &str) -> Machine {
         machine(host, |_, _| ())
     }
