@@ -114,6 +114,24 @@ struct IndicesBelow<0, I...> {
   typedef Indices<I...> List;
 };
 
+// Types, in their order.
+template <typename... Types>
+struct List {};
+
+// What a launch passes for a parameter of type T: one argument, or one for each member of a struct.
+template <typename T, typename = List<>>
+struct ArgumentsOf {
+  typedef List<T> Types;
+};
+template <typename T>
+struct Same {
+  typedef List<> Type;
+};
+template <typename T>
+struct ArgumentsOf<T, typename Same<typename T::Members>::Type> {
+  typedef typename T::Members Types;
+};
+
 template <typename T>
 T argument(u32 index) {
   u64 word = argument_word(index);
@@ -121,18 +139,64 @@ T argument(u32 index) {
   __builtin_memcpy(&value, &word, sizeof value);
   return value;
 }
+template <typename T, typename... M, u32... I>
+T parameter(List<M...>, Indices<I...>, u32 first) {
+  return T{argument<M>(first + I)...};
+}
+// The parameter whose arguments begin at `first`.
+template <typename T, typename... M>
+T parameter(List<M...> members, u32 first) {
+  return parameter<T>(members, typename IndicesBelow<sizeof...(M)>::List(), first);
+}
+
+// Kinds and places of a kernel's arguments. A GPU gets them one behind the other, each at a multiple of its size: structs
+// must have their members at the same places.
+struct Signature {
+  char kinds[64] = {};
+  u32 first[32] = {};  // each parameter's first argument
+  u32 parameters = 0, arguments = 0;
+  u64 packed = 0, end = 0;  // behind the last argument, and behind the last parameter
+  bool fits = true;
+
+  static constexpr u64 aligned(u64 at, u64 to) { return (at + to - 1) / to * to; }
+
+  template <typename T, typename... M>
+  constexpr void add(List<M...>) {
+    u64 start = aligned(end, alignof(T));
+    bool begins = true;
+    first[parameters++] = arguments;
+    (
+        [&] {
+          packed = aligned(packed, sizeof(M));
+          if (begins) fits = fits && packed == start;
+          begins = false;
+          kinds[arguments++] = KindOf<M>::value;
+          packed += sizeof(M);
+        }(),
+        ...);
+    end = start + sizeof(T);
+    fits = fits && aligned(packed, alignof(T)) == end;
+  }
+  template <typename... P>
+  static constexpr Signature of() {
+    Signature all;
+    (all.add<P>(typename ArgumentsOf<P>::Types()), ...);
+    return all;
+  }
+};
 
 template <auto F>
 struct Export;
 template <typename... P, void (*F)(P...)>
 struct Export<F> {
-  static constexpr char kinds[] = {KindOf<P>::value..., 0};
+  static constexpr Signature signature = Signature::of<P...>();
+  static_assert(signature.fits && signature.packed == signature.end, "a struct among the parameters has gaps");
   static void call() { call_with(typename IndicesBelow<sizeof...(P)>::List()); }
 
  private:
   template <u32... I>
   static void call_with(Indices<I...>) {
-    F(argument<P>(I)...);
+    F(parameter<P>(typename ArgumentsOf<P>::Types(), signature.first[I])...);
   }
 };
 
@@ -142,8 +206,8 @@ struct Export<F> {
   extern "C" __attribute__((visibility("default"))) int emulator_run_##name(const emulator::Launch* launch,      \
                                                                             char* error, u64 error_size) {       \
     typedef emulator::Export<&::name> Exported;                                                                  \
-    return emulator::run(*launch, {#name, bound, Exported::kinds, Exported::call}, error, error_size);           \
+    return emulator::run(*launch, {#name, bound, Exported::signature.kinds, Exported::call}, error, error_size);           \
   }                                                                                                              \
   extern "C" __attribute__((visibility("default"))) const char* emulator_kinds_##name() {                        \
-    return emulator::Export<&::name>::kinds;                                                                     \
+    return emulator::Export<&::name>::signature.kinds;                                                                     \
   }

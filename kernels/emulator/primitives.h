@@ -5,6 +5,8 @@
 // In a kernel or device function, as a declaration.
 #define SHARED_MEMORY(name) u8* const name = emulator::shared_memory()
 #define UNROLL
+template <typename... Types>
+using List = emulator::List<Types...>;
 
 #define threadIdx (emulator::thread_index())
 #define blockIdx (emulator::block_index())

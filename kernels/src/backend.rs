@@ -277,6 +277,16 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
         self.upload(bytes, place.shape, place.dtype, place.tag)
     }
 
+    /// [`Backend::upload_into`] for each element, as the weights of a layer. It costs less than one call for each: small
+    /// weights share a pinned chunk, and the device's queue waits once.
+    ///
+    /// # Errors
+    /// As [`Backend::upload`].
+    fn upload_all(&self, uploads: Vec<(ReservedUpload, &[u8])>) -> Result<Vec<Tensor>> {
+        let upload = |(place, bytes)| self.upload_into(place, bytes);
+        uploads.into_iter().map(upload).collect()
+    }
+
     /// Starts recording a timeline of the device, or stops and drops it. Only a discrete device records anything.
     ///
     /// # Errors

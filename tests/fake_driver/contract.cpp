@@ -107,9 +107,13 @@ static P kernel(const char* name) {
   OK(cuModuleGetFunction(&function, module, name));
   return function;
 }
-static u32 launch(P function, u64 at, u32 count, u32 shared = 0) {
-  void* parameters[] = {&at, &count};
-  return cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, shared, stream, parameters, nullptr);
+static u32 launch(P function, u64 at, u32 count, u32 shared = 0, size_t size = 12) {
+  struct {
+    u64 at;
+    u32 count;
+  } parameters = {at, count};
+  void* extra[] = {(void*)1, &parameters, (void*)2, &size, nullptr};
+  return cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, shared, stream, nullptr, extra);
 }
 
 static void calls_need_a_start_and_a_context() {
@@ -256,6 +260,8 @@ static void kernels_get_their_parameters() {
   IS(218, cuModuleLoadData(&module, "unknown"));
   IS(200, cuModuleLoadData(&module, "\177ELF"));
   IS(700, launch(kernel("add"), 1234, N));
+  IS(1, launch(kernel("add"), memory, N, 0, 8));
+  IS(1, launch(kernel("add"), memory, N, 0, 16));
 }
 static void shared_memory_needs_an_opt_in() {
   open();

@@ -81,23 +81,33 @@ EXPORT u32 cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads_x
     return broken(INVALID_VALUE, "a grid of %u x %u x %u blocks of %lu threads", x, y, z, threads);
   if (shared > DEFAULT_SHARED_BYTES && shared > function->shared_limit)
     return broken(INVALID_VALUE, "%u bytes of shared memory, %u were opted in to", shared, function->shared_limit);
-  if (extra || threads_y != 1 || threads_z != 1) return broken(NOT_SUPPORTED, "this form of a launch is not modeled");
+  // Parameters come as a list of markers and values: 1 and their bytes, 2 and the number of bytes, 0.
+  if (parameters || !extra || (size_t)extra[0] != 1 || (size_t)extra[2] != 2 || extra[4] || threads_y != 1 || threads_z != 1)
+    return broken(NOT_SUPPORTED, "this form of a launch is not modeled");
+  const u8* bytes = (const u8*)extra[1];
+  const size_t size = *(const size_t*)extra[3];
   Message m = {};
   m.kind = LAUNCH, m.object = function->module->number;
   m.grid[0] = x, m.grid[1] = y, m.grid[2] = z, m.threads = threads, m.shared_bytes = shared;
   snprintf(m.name, sizeof m.name, "%s", function->name.c_str());
   if (faulty("launch")) m.object = 0;
   bool drops = faulty("argument") || faulty(function->module->name.c_str());
+  size_t at = 0;
   for (; function->kinds[m.count]; m.count++) {
     char kind = function->kinds[m.count];
     bool wide = kind == 'p' || kind == 'l';
     if (m.count == MAX_WORDS) return broken(INVALID_VALUE, "too many parameters");
-    memcpy(&m.words[m.count], parameters[m.count], wide ? 8 : 4);
+    const size_t width = wide ? 8 : 4;
+    at = (at + width - 1) / width * width;
+    if (at + width > size) return broken(INVALID_VALUE, "%lu bytes of parameters are too few for %s", size, m.name);
+    memcpy(&m.words[m.count], bytes + at, width);
+    at += width;
     u64 word = m.words[m.count];
     // One byte behind an allocation is an address that a kernel may get, though not use.
     if (kind == 'p' && word && !is_device(word, 0))
       return broken(ILLEGAL_ADDRESS, "parameter %u of %s is %#lx, which is no device memory", m.count, m.name, word);
   }
+  if (at != size) return broken(INVALID_VALUE, "%lu bytes of parameters, %s has %lu", size, m.name, at);
   if (drops && m.count) m.words[m.count - 1] = 0;
   if (!stream->context->launches) note("launched");
   return queue(stream, m);

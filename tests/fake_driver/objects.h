@@ -45,7 +45,8 @@ struct Stream {
   unsigned long capturer;  // thread
   u32 mode;
   std::vector<Message> captured;
-  std::vector<Message> late;  // a fault: copies that come after the next record
+  std::vector<Message> late;  // a fault: copies that come after the next two records
+  int late_events = 0;         // records since the first of them
   u64 behind;                 // kernels queued before the event that it waited for last
 };
 struct Event {

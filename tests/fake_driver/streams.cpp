@@ -197,8 +197,11 @@ EXPORT u32 cuEventRecord(Event* event, Stream* stream) {
   m.kind = RECORD, m.event = event->number, m.version = event->version;
   u32 code = queue(stream, m);
   u64 number = event->context->state->streams[stream->number].queued;
-  for (const Message& late : stream->late) queue(stream, late);
-  stream->late.clear();
+  // The first event behind a copy is that of its chunk, the second that of the work behind it.
+  if (!stream->late.empty() && ++stream->late_events == 2) {
+    for (const Message& late : stream->late) queue(stream, late);
+    stream->late.clear(), stream->late_events = 0;
+  }
   event->stream = stream->number, event->command = number;
   return code;
 }

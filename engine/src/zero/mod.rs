@@ -639,21 +639,26 @@ impl Zero {
             return Ok(there);
         }
         let mut places = self.prefetched.borrow_mut().take(unit);
+        let backend = &*self.backend;
         let mut there = Vec::with_capacity(params.len());
-        for (id, weight) in params {
+        let (mut ids, mut reserved, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
+        for (id, weight) in &params {
+            let (shape, dtype, place) = (weight.shape(), weight.dtype(), places.remove(id));
             if weight.is_on_device() {
-                there.push((id, weight));
-                continue;
+                there.push((*id, weight.clone()));
+            } else if weight.is_meta() {
+                let weight = placed(backend, place, shape, dtype, Tag::Gathered)?;
+                there.push((*id, weight));
+            } else {
+                let reserve = || backend.reserve_upload(shape, dtype, Tag::Gathered);
+                ids.push(*id);
+                reserved.push(place.map_or_else(reserve, Ok)?);
+                bytes.push(weight.host_bytes()?);
             }
-            let (shape, dtype, place) = (weight.shape(), weight.dtype(), places.remove(&id));
-            let backend = &*self.backend;
-            let weight = match place {
-                _ if weight.is_meta() => placed(backend, place, shape, dtype, Tag::Gathered)?,
-                Some(place) => backend.upload_into(place, &weight.host_bytes()?)?,
-                None => backend.upload(&weight.host_bytes()?, shape, dtype, Tag::Gathered)?,
-            };
-            there.push((id, weight));
         }
+        let copies = reserved.into_iter().zip(bytes.iter().map(|all| &**all));
+        there.extend(ids.into_iter().zip(backend.upload_all(copies.collect())?));
+        there.sort_unstable_by_key(|(id, _)| *id);
         *uploaded = Some((unit, there.clone()));
         self.make_room()?;
         Ok(there)

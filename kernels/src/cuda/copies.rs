@@ -14,14 +14,18 @@ use super::transfer::Pinned;
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 
 /// Bytes per chunk of large copies: much more than a copy's start-up cost, much less than a unit's weights.
 const LARGE: usize = 8 << 20;
 /// Chunks in the ring of large copies. Two would be enough if the host were never late.
 const LARGE_CHUNKS: usize = 4;
-/// Bytes per chunk of copies of small weights: biases, norms, adapters. Each copy takes a chunk, whatever its size.
+/// Bytes per chunk of copies of small weights: biases, norms, adapters. Those of a layer share chunks.
 const MEDIUM: usize = 1 << 20;
+/// Start of a small weight in its chunk: whole lines of the processor's cache.
+const PIECE_ALIGNMENT: usize = 64;
 /// Chunks in the ring of copies of small weights: about those of a layer.
 const MEDIUM_CHUNKS: usize = 12;
 /// Bytes per chunk of small copies: row numbers, labels, images; losses and norms.
@@ -110,21 +114,35 @@ impl Copies {
         }
     }
 
+    /// Chunks for the small weights of one call.
+    pub(super) fn small_weights(&self) -> Shared<'_> {
+        Shared {
+            chunks: self.medium.lock(),
+            filled: None,
+        }
+    }
+
     /// Queues a copy of weights to the device, on the host-to-device stream. Registered memory is read when the copy runs,
     /// other memory before this returns.
     ///
     /// # Safety
     /// As [`Ring::send`].
-    pub(super) unsafe fn send(&self, gpu: &Gpu, to: Address, bytes: &[u8]) -> Result<()> {
+    pub(super) unsafe fn send(
+        &self,
+        gpu: &Gpu,
+        small: &mut Shared<'_>,
+        to: Address,
+        bytes: &[u8],
+    ) -> Result<()> {
         let ranges = self.registered.ranges();
         if !Registered::contain(&ranges, bytes) {
             drop(ranges);
-            let ring = match bytes.len() <= MEDIUM {
-                true => &self.medium,
-                false => &self.large,
+            return match bytes.len() <= MEDIUM {
+                // SAFETY: the caller vouches for the range.
+                true => unsafe { small.send(gpu, &self.inward, to, bytes) },
+                // SAFETY: as above.
+                false => unsafe { self.large.send(gpu, &self.inward, to, bytes) },
             };
-            // SAFETY: the caller vouches for the range.
-            return unsafe { ring.send(gpu, &self.inward, to, bytes) };
         }
         gpu.bind()?;
         // SAFETY: the caller vouches for the range. The lock is held, so who unregisters the memory waits for this copy.
@@ -177,6 +195,60 @@ impl Registered {
     }
 }
 
+/// Small copies of one call, one behind the other in chunks of a ring. A chunk has one event for all of its copies.
+#[derive(Debug)]
+pub(super) struct Shared<'r> {
+    chunks: MutexGuard<'r, VecDeque<Chunk>>,
+    /// Bytes in use of the last chunk.
+    filled: Option<usize>,
+}
+
+impl Shared<'_> {
+    /// Queues a copy to the device. Returns after `bytes` were read.
+    ///
+    /// # Safety
+    /// As [`Ring::send`], with at most a chunk of bytes.
+    unsafe fn send(&mut self, gpu: &Gpu, stream: &Stream, to: Address, bytes: &[u8]) -> Result<()> {
+        gpu.bind()?;
+        if self
+            .filled
+            .is_some_and(|filled| filled + bytes.len() > MEDIUM)
+        {
+            self.end_chunk(stream)?;
+        }
+        let start = self.filled.unwrap_or(0);
+        if self.filled.is_none() {
+            self.chunks.rotate_left(1);
+        }
+        let Some(chunk) = self.chunks.back_mut() else {
+            return Ok(());
+        };
+        if self.filled.is_none() {
+            chunk.wait(gpu)?;
+        }
+        let end = start + bytes.len();
+        let pinned = &mut chunk.memory.as_mut_slice()[start..end];
+        copy_bytes(bytes, pinned);
+        self.filled = Some(end.next_multiple_of(PIECE_ALIGNMENT));
+        // SAFETY: the caller vouches for the range; nothing uses these bytes of the chunk until its event.
+        unsafe { gpu.driver().copy_in(to.0, pinned, stream.raw()) }.during("copying to the GPU")
+    }
+
+    fn end_chunk(&mut self, stream: &Stream) -> Result<()> {
+        if self.filled.take().is_some()
+            && let Some(chunk) = self.chunks.back_mut()
+        {
+            chunk.busy = Some(stream.awaited_event()?);
+        }
+        Ok(())
+    }
+
+    /// Ends the last chunk.
+    pub(super) fn end(mut self, stream: &Stream) -> Result<()> {
+        self.end_chunk(stream)
+    }
+}
+
 /// Ring of pinned chunks, used in turn.
 #[derive(Debug)]
 pub(super) struct Ring {
@@ -213,10 +285,14 @@ impl Ring {
         })
     }
 
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Chunk>> {
+        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Waits until the next chunks for `bytes` bytes are free.
     pub(super) fn await_chunks(&self, gpu: &Gpu, bytes: u64) -> Result<()> {
         gpu.bind()?;
-        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut chunks = self.lock();
         let next = (bytes as usize).div_ceil(self.chunk_bytes);
         chunks
             .iter_mut()
@@ -236,7 +312,7 @@ impl Ring {
         bytes: &[u8],
     ) -> Result<()> {
         gpu.bind()?;
-        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut chunks = self.lock();
         for (part, bytes) in bytes.chunks(self.chunk_bytes).enumerate() {
             // The least recently used chunk. It stays in the ring if something fails.
             chunks.rotate_left(1);
@@ -269,7 +345,7 @@ impl Ring {
         take: &mut Take<'_>,
     ) -> Result<()> {
         gpu.bind()?;
-        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut chunks = self.lock();
         let all = bytes as usize;
         let count = all.div_ceil(self.chunk_bytes);
         let ahead = chunks.len();

@@ -7,9 +7,10 @@ use std::fmt;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUfunction_attribute, CUgraph, CUgraphExec, CUipcEventHandle, CUipcMemHandle, CUmodule,
-    CUpointer_attribute, CUresult, CUstream, CUstreamCaptureMode, CUuuid,
+    CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT, CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT,
+    CU_LAUNCH_PARAM_END_AS_INT, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent,
+    CUfunction, CUfunction_attribute, CUgraph, CUgraphExec, CUipcEventHandle, CUipcMemHandle,
+    CUmodule, CUpointer_attribute, CUresult, CUstream, CUstreamCaptureMode, CUuuid,
 };
 
 use super::library::{Found, functions};
@@ -482,7 +483,7 @@ impl Driver {
     /// Queues a kernel with `threads` threads in each block of `grid`.
     ///
     /// # Safety
-    /// `parameters` point to as many values as the kernel has parameters, of their types.
+    /// `parameters` are the bytes of the kernel's parameters, each aligned as its type.
     pub(super) unsafe fn launch(
         &self,
         function: CUfunction,
@@ -490,9 +491,17 @@ impl Driver {
         threads: c_uint,
         shared_bytes: c_uint,
         stream: CUstream,
-        parameters: &mut [*mut c_void],
+        parameters: &mut [u8],
     ) -> Answer<()> {
-        let parameters = parameters.as_mut_ptr();
+        let marker = |number: u32| std::ptr::without_provenance_mut::<c_void>(number as usize);
+        let mut size = parameters.len();
+        let mut extra = [
+            marker(CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT),
+            parameters.as_mut_ptr().cast(),
+            marker(CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT),
+            std::ptr::from_mut(&mut size).cast(),
+            marker(CU_LAUNCH_PARAM_END_AS_INT),
+        ];
         // SAFETY: the caller vouches for function, parameters and stream.
         let status = unsafe {
             (self.cuLaunchKernel)(
@@ -505,8 +514,8 @@ impl Driver {
                 1,
                 shared_bytes,
                 stream,
-                parameters,
                 null_mut(),
+                extra.as_mut_ptr(),
             )
         };
         self.check(status)

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "calls into the driver, which was probed before")]
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute, CUresult};
@@ -375,13 +375,9 @@ impl Gpu {
     pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
         self.bind()?;
         let function = self.function(launch)?;
-        let mut words: Vec<u64> = launch.args.iter().map(|arg| arg.word()).collect();
-        let mut parameters: Vec<*mut c_void> = words
-            .iter_mut()
-            .map(|word| std::ptr::from_mut(word).cast())
-            .collect();
+        let mut parameters = launch.parameters();
         let call = || format!("launching {} of {}", launch.kernel, launch.module.name());
-        // SAFETY: the caller vouches for the addresses; the words live until the call returns, which copies them.
+        // SAFETY: the caller vouches for the addresses; the parameters are those of the kernel, and the call copies them.
         unsafe {
             self.driver().launch(
                 function,

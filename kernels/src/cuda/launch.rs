@@ -27,6 +27,14 @@ pub enum Arg {
 }
 
 impl Arg {
+    /// Size of the argument in bytes.
+    const fn size(self) -> usize {
+        match self {
+            Self::Address(_) | Self::U64(_) => 8,
+            Self::I32(_) | Self::U32(_) | Self::F32(_) => 4,
+        }
+    }
+
     /// Bits of the argument as a 64-bit word. A narrower type fills the low bytes, the others are zero.
     #[must_use]
     pub const fn word(self) -> u64 {
@@ -53,6 +61,20 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory per block in bytes.
     pub shared_bytes: u32,
-    /// Arguments of the kernel, in the order of its parameters.
+    /// Arguments of the kernel, in the order of its parameters. For a parameter that is a struct: its members.
     pub args: Vec<Arg>,
+}
+
+impl Launch {
+    /// The arguments as a kernel's parameters lie in memory: one behind the other, each at a multiple of its size.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(8 * self.args.len());
+        for arg in &self.args {
+            let size = arg.size();
+            bytes.resize(bytes.len().next_multiple_of(size), 0);
+            bytes.extend(&arg.word().to_le_bytes()[..size]);
+        }
+        bytes
+    }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUevent_flags, CUipcMem_flags_enum};
 
 use super::backend::gpu::{cuda_event, event, order};
-use super::backend::{Cause, Event, PeerExecutor};
+use super::backend::{Cause, Event, PeerExecutor, Upload};
 use super::context::Context;
 use super::error::{DriverResult, Result};
 use super::gpu::Gpu;
@@ -227,8 +227,9 @@ impl PeerExecutor for Gpu {
     }
 
     unsafe fn put(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+        let behind = None;
         // SAFETY: the caller vouches for the range.
-        unsafe { self.copy_in(to, bytes) }?;
+        unsafe { self.copy_in(&[Upload { to, bytes, behind }]) }?;
         let copies = self.copies()?;
         order(&copies.communication, &event(&copies.inward)?)
     }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
-use kernels::cuda::backend::{Cause, Event, Executor, Take};
+use kernels::cuda::backend::{Cause, Event, Executor, Take, Upload};
 use kernels::cuda::device_kind::{AttentionBackward, DeviceKind};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
@@ -230,6 +230,10 @@ struct State {
 /// Copies beside the queue in one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Beside {
+    /// Calls of [`Executor::upload`].
+    pub calls: u64,
+    /// Copies.
+    pub copies: u64,
     /// Bytes.
     pub bytes: u64,
     /// Bytes that need not wait for the end of the queue: a device copies them while it computes.
@@ -240,6 +244,7 @@ pub struct Beside {
 
 impl Beside {
     fn count(&mut self, bytes: usize, overlaps: bool) {
+        self.copies += 1;
         self.bytes += bytes as u64;
         self.overlapping += u64::from(overlaps) * bytes as u64;
     }
@@ -552,24 +557,22 @@ unsafe impl Executor for EmulatedGpu {
         Ok(Arc::new(self.lock().queued))
     }
 
-    unsafe fn upload(
-        &self,
-        to: Address,
-        bytes: &[u8],
-        behind: Option<&Event>,
-    ) -> Result<(), Cause> {
+    unsafe fn upload(&self, uploads: &[Upload<'_>]) -> Result<(), Cause> {
         if let Some(crossing) = &self.crossing {
             crossing.begins(Direction::Upload);
         }
         let mut state = self.lock();
-        let behind = behind.map(commands).transpose()?.unwrap_or(0);
-        let overlaps = behind < state.queued;
-        state.uploads.count(bytes.len(), overlaps);
-        let early = overlaps && behind <= state.unit;
-        state.uploads.early += u64::from(early) * bytes.len() as u64;
-        state.clock.upload(bytes.len(), behind);
-        let number = state.upload_number(behind);
-        state.insert(number, Command::Write(to, bytes.to_vec()));
+        state.uploads.calls += 1;
+        for Upload { to, bytes, behind } in uploads {
+            let behind = behind.as_ref().map(commands).transpose()?.unwrap_or(0);
+            let overlaps = behind < state.queued;
+            state.uploads.count(bytes.len(), overlaps);
+            let early = overlaps && behind <= state.unit;
+            state.uploads.early += u64::from(early) * bytes.len() as u64;
+            state.clock.upload(bytes.len(), behind);
+            let number = state.upload_number(behind);
+            state.insert(number, Command::Write(*to, bytes.to_vec()));
+        }
         Ok(())
     }
 

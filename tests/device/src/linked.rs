@@ -12,7 +12,9 @@ use std::time::Duration;
 use crate::executor::give_in_pieces;
 use kernels::Lane;
 use kernels::cuda::backend::graphs::{self, Graphs};
-use kernels::cuda::backend::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use kernels::cuda::backend::{
+    Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, Upload, filling,
+};
 use kernels::cuda::device_kind::DeviceKind;
 use kernels::cuda::launch::{Address, Launch};
 
@@ -480,13 +482,10 @@ unsafe impl Executor for LinkedGpu {
         Ok(Arc::new((Stream::Compute, queued)))
     }
 
-    unsafe fn upload(
-        &self,
-        to: Address,
-        bytes: &[u8],
-        behind: Option<&Event>,
-    ) -> Result<(), Cause> {
-        self.inward(to, bytes, behind)?;
+    unsafe fn upload(&self, uploads: &[Upload<'_>]) -> Result<(), Cause> {
+        for Upload { to, bytes, behind } in uploads {
+            self.inward(*to, bytes, behind.as_ref())?;
+        }
         self.follow(Stream::Compute, Stream::Inward)
     }
 

@@ -276,8 +276,8 @@ fn broken_turns_are_reported() {
     let last = "device_fence();\n      atomic_increment(turns + added_to);";
     caught(last, "atomic_increment(turns + added_to);", unordered);
     // Tickets that begin with the last tile of keys.
-    let pair = "tiles + 2 * (ticket / heads_of_tile)";
-    let reversed = "tiles + 2 * ((int)gridDim.x / heads_of_tile - 1 - ticket / heads_of_tile)";
+    let pair = "all.tiles + 2 * (ticket / heads_of_tile)";
+    let reversed = "all.tiles + 2 * ((int)gridDim.x / heads_of_tile - 1 - ticket / heads_of_tile)";
     caught(pair, reversed, "volatile loads");
     // Turns by the number of the block, which runs in any order.
     let ticket = "const int ticket = (int)*(u32*)statistics";

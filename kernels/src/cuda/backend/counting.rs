@@ -3,7 +3,7 @@
 //! The same code allocates outputs and scratch memory, so a plan gets the offsets of the later run, whatever an
 //! operation needs.
 
-use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take};
+use super::{Cause, CudaBackend, Event, Executor, GroupExecutor, PeerExecutor, Take, Upload};
 use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::Multiply;
@@ -88,12 +88,7 @@ unsafe impl Executor for Nowhere {
         Ok(Arc::new(()))
     }
 
-    unsafe fn upload(
-        &self,
-        _to: Address,
-        _bytes: &[u8],
-        _behind: Option<&Event>,
-    ) -> Result<(), Cause> {
+    unsafe fn upload(&self, _uploads: &[Upload<'_>]) -> Result<(), Cause> {
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //! for communication.
 
 use super::graphs::{Command, Graphs, queue_one};
-use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, Upload, filling};
 use crate::cuda::context::{self, Stream};
 use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::error::DriverResult;
@@ -103,25 +103,19 @@ unsafe impl Executor for Gpu {
         Ok(Arc::new(self.stream().awaited_event()?))
     }
 
-    unsafe fn upload(
-        &self,
-        to: Address,
-        bytes: &[u8],
-        behind: Option<&Event>,
-    ) -> Result<(), Cause> {
-        let inward = &self.copies()?.inward;
-        if let Some(behind) = behind {
-            order(inward, cuda_event(behind)?)?;
+    unsafe fn upload(&self, uploads: &[Upload<'_>]) -> Result<(), Cause> {
+        if uploads.is_empty() {
+            return Ok(());
         }
-        // SAFETY: the caller vouches for the range and for the event.
-        unsafe { self.copy_in(to, bytes) }?;
-        self.work_behind(inward)
+        // SAFETY: the caller vouches for the ranges and for the events.
+        unsafe { self.copy_in(uploads) }?;
+        self.work_behind(&self.copies()?.inward)
     }
 
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
-        order(&self.copies()?.inward, cuda_event(behind)?)?;
+        let behind = Some(behind.clone());
         // SAFETY: the caller vouches for the range and for the event.
-        unsafe { self.copy_in(to, bytes) }
+        unsafe { self.copy_in(&[Upload { to, bytes, behind }]) }
     }
 
     unsafe fn register(&self, bytes: &[u8]) -> Result<bool, Cause> {
@@ -227,18 +221,28 @@ pub(in crate::cuda) fn event(stream: &Stream) -> Result<context::Event, Cause> {
 }
 
 impl Gpu {
-    /// Copies host bytes to the device, on the host-to-device stream.
+    /// Copies host bytes to the device, on the host-to-device stream, each after its event.
     ///
     /// # Safety
-    /// The range is in memory of this GPU, and nothing else uses it until the stream has passed.
-    pub(in crate::cuda) unsafe fn copy_in(&self, to: Address, bytes: &[u8]) -> Result<(), Cause> {
+    /// The ranges are in memory of this GPU, and after its event nothing else uses a range until the stream has passed.
+    pub(in crate::cuda) unsafe fn copy_in(&self, uploads: &[Upload<'_>]) -> Result<(), Cause> {
         let copies = self.copies()?;
-        let began = self.timeline.stamp(&copies.inward)?;
-        // SAFETY: the caller vouches for the range.
-        unsafe { copies.send(self, to, bytes) }?;
-        let lane = DeviceLane::Inward;
-        let count = bytes.len() as u64;
-        Ok(self.timeline.end(lane, began, &copies.inward, count)?)
+        let mut small = copies.small_weights();
+        let mut last: Option<&Event> = None;
+        for Upload { to, bytes, behind } in uploads {
+            let new = behind.as_ref();
+            let new = new.filter(|new| last.is_none_or(|last| !Arc::ptr_eq(last, new)));
+            if let Some(new) = new {
+                order(&copies.inward, cuda_event(new)?)?;
+                last = Some(new);
+            }
+            let began = self.timeline.stamp(&copies.inward)?;
+            // SAFETY: the caller vouches for the range.
+            unsafe { copies.send(self, &mut small, *to, bytes) }?;
+            let (lane, count) = (DeviceLane::Inward, bytes.len() as u64);
+            self.timeline.end(lane, began, &copies.inward, count)?;
+        }
+        Ok(small.end(&copies.inward)?)
     }
 
     /// Makes computation wait for everything queued on `stream`.

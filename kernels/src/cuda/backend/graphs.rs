@@ -6,7 +6,7 @@
 //! from shapes alone, so equal batches give equal sequences. Commands run in their order with their own arguments, in
 //! a graph or not. So results have the same bits.
 
-use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, filling};
+use super::{Cause, Event, Executor, GroupExecutor, PeerExecutor, Take, Upload, filling};
 use crate::cuda::device_kind::DeviceKind;
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::matmul::{Multiply, Shape};
@@ -462,15 +462,10 @@ unsafe impl<E: Graphs> Executor for Replaying<E> {
         self.inner.record_event()
     }
 
-    unsafe fn upload(
-        &self,
-        to: Address,
-        bytes: &[u8],
-        behind: Option<&Event>,
-    ) -> Result<(), Cause> {
+    unsafe fn upload(&self, uploads: &[Upload<'_>]) -> Result<(), Cause> {
         let _queued = self.queued()?;
-        // SAFETY: the caller vouches for the range and the event.
-        unsafe { self.inner.upload(to, bytes, behind) }
+        // SAFETY: the caller vouches for the ranges and the events.
+        unsafe { self.inner.upload(uploads) }
     }
 
     unsafe fn deliver(&self, to: Address, bytes: &[u8], behind: &Event) -> Result<(), Cause> {
@@ -698,7 +693,7 @@ mod tests {
             Ok(Arc::new(()))
         }
 
-        unsafe fn upload(&self, _: Address, _: &[u8], _: Option<&Event>) -> Result<(), Cause> {
+        unsafe fn upload(&self, _: &[Upload<'_>]) -> Result<(), Cause> {
             Ok(())
         }
 

@@ -88,6 +88,17 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
 /// small chunks would make the host wait for queued work.
 const LARGE_UPLOAD_BYTES: usize = 1 << 20;
 
+/// A copy of host bytes to the device.
+#[derive(Clone, Debug)]
+pub struct Upload<'b> {
+    /// Where they go.
+    pub to: Address,
+    /// The bytes.
+    pub bytes: &'b [u8],
+    /// Event after the last use of the memory by its previous owner, if it had one.
+    pub behind: Option<Event>,
+}
+
 /// Device that executes launches and copies: its memory, one queue of work, and copies beside that queue.
 ///
 /// # Safety
@@ -179,16 +190,14 @@ pub unsafe trait Executor: Send + Sync + std::fmt::Debug {
     /// When the device fails.
     fn record_event(&self) -> Result<Event, Cause>;
 
-    /// Copies host bytes to the device beside the queue, after the event `behind`. Work queued later waits for the
-    /// copy.
+    /// Copies host bytes to the device beside the queue, each after its event. Work queued later waits for all copies.
     ///
     /// # Safety
-    /// The range is in allocated memory, and nothing queued between the event and this call uses it.
+    /// The ranges are in allocated memory, and nothing queued between its event and this call uses a range.
     ///
     /// # Errors
     /// When the device fails.
-    unsafe fn upload(&self, to: Address, bytes: &[u8], behind: Option<&Event>)
-    -> Result<(), Cause>;
+    unsafe fn upload(&self, uploads: &[Upload<'_>]) -> Result<(), Cause>;
 
     /// As [`Executor::upload`], but queued work does not wait for the copy before [`Executor::delivered`]. Any thread
     /// may call this while others queue work.
@@ -534,8 +543,13 @@ impl CudaBackend {
         const OP: &str = "upload";
         let at = self.address(OP, to)?;
         let behind = self.last_use(OP, offset..offset + bytes.len() as u64)?;
+        let upload = Upload {
+            to: at,
+            bytes,
+            behind,
+        };
         // SAFETY: `to` has as many bytes, and its range has no use after that event.
-        let uploaded = unsafe { self.executor.upload(at, bytes, behind.as_ref()) };
+        let uploaded = unsafe { self.executor.upload(&[upload]) };
         uploaded.map_err(Self::device_error(OP))
     }
 
@@ -835,10 +849,15 @@ impl Backend for CudaBackend {
     }
 
     fn upload_into(&self, place: ReservedUpload, bytes: &[u8]) -> Result<Tensor> {
-        match place.tensor {
-            Some(tensor) => self.upload_into_op(tensor, place.behind.as_ref(), bytes),
-            None => self.upload(bytes, place.shape, place.dtype, place.tag),
-        }
+        let Some(tensor) = place.tensor else {
+            return self.upload(bytes, place.shape, place.dtype, place.tag);
+        };
+        self.upload_reserved([(tensor.clone(), place.behind, bytes)])?;
+        Ok(tensor)
+    }
+
+    fn upload_all(&self, uploads: Vec<(ReservedUpload, &[u8])>) -> Result<Vec<Tensor>> {
+        self.upload_all_op(uploads)
     }
 
     fn register_host(&self, bytes: ForeignBytes) -> Result<Option<HostRegistration>> {

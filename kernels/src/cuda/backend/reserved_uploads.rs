@@ -1,12 +1,12 @@
 //! Uploads into reserved memory: the copy overlaps with work queued between reservation and upload.
 
-use super::CudaBackend;
+use super::{CudaBackend, Event, Upload};
 use crate::check;
 use crate::error::Result;
 use crate::pool::Tag;
 use crate::reserved_upload::ReservedUpload;
 use crate::tensor::OnDevice;
-use crate::{DType, Shape, Tensor};
+use crate::{Backend, DType, Shape, Tensor};
 
 const OP: &str = "upload";
 
@@ -29,10 +29,9 @@ impl CudaBackend {
         };
         let start = place.placed.offset();
         let tensor = Tensor::on_device(place, shape, dtype);
-        let now = || self.executor.record_event();
-        let behind = self.uses.behind(start..start + bytes as u64, now);
+        let behind = self.last_use(OP, start..start + bytes as u64)?;
         Ok(ReservedUpload {
-            behind: behind.map_err(Self::device_error(OP))?,
+            behind,
             tensor: Some(tensor),
             shape,
             dtype,
@@ -40,19 +39,38 @@ impl CudaBackend {
         })
     }
 
-    /// Copies `bytes` into the reserved tensor and returns it.
-    pub(super) fn upload_into_op(
+    /// Copies bytes into reserved tensors in one call. Integers have no reserved tensor: each is uploaded by itself.
+    pub(super) fn upload_all_op(
         &self,
-        tensor: Tensor,
-        behind: Option<&super::Event>,
-        bytes: &[u8],
-    ) -> Result<Tensor> {
-        check::upload(bytes, tensor.shape(), tensor.dtype())?;
-        let at = self.address(OP, &tensor)?;
-        // SAFETY: the tensor has as many bytes. Only the reservation has used this range since it was allocated, and the
-        // event `behind` follows every earlier use.
-        let uploaded = unsafe { self.executor.upload(at, bytes, behind) };
-        uploaded.map_err(Self::device_error(OP))?;
-        Ok(tensor)
+        uploads: Vec<(ReservedUpload, &[u8])>,
+    ) -> Result<Vec<Tensor>> {
+        let (mut all, mut reserved) = (Vec::with_capacity(uploads.len()), Vec::new());
+        for (place, bytes) in uploads {
+            let Some(tensor) = place.tensor else {
+                all.push(self.upload(bytes, place.shape, place.dtype, place.tag)?);
+                continue;
+            };
+            reserved.push((tensor.clone(), place.behind, bytes));
+            all.push(tensor);
+        }
+        self.upload_reserved(reserved)?;
+        Ok(all)
+    }
+
+    /// Copies bytes into reserved tensors, each after its event.
+    pub(super) fn upload_reserved<'b>(
+        &self,
+        reserved: impl IntoIterator<Item = (Tensor, Option<Event>, &'b [u8])>,
+    ) -> Result<()> {
+        let mut uploads = Vec::new();
+        for (tensor, behind, bytes) in reserved {
+            check::upload(bytes, tensor.shape(), tensor.dtype())?;
+            let to = self.address(OP, &tensor)?;
+            uploads.push(Upload { to, bytes, behind });
+        }
+        // SAFETY: each tensor has as many bytes. Only the reservation has used its range since it was allocated, and its
+        // event follows every earlier use.
+        let uploaded = unsafe { self.executor.upload(&uploads) };
+        uploaded.map_err(Self::device_error(OP))
     }
 }

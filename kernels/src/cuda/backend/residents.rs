@@ -1,6 +1,6 @@
 //! Model states resident in the arena and changed in place, in queue order.
 
-use super::{CudaBackend, filling};
+use super::{CudaBackend, Upload, filling};
 use crate::cuda::launch::{Address, Launch};
 use crate::cuda::ops::{accumulate, adamw, grad_norm, pointwise};
 use crate::error::{KernelError, Result, shape_error};
@@ -98,9 +98,11 @@ impl ResidentAccess for CudaBackend {
             .executor
             .record_event()
             .map_err(Self::device_error(OP))?;
+        let behind = Some(behind);
+        let upload = Upload { to, bytes, behind };
         // SAFETY: the range is that of the state, which this call borrows mutably. So nothing queued between the
         // event and this call uses it.
-        let uploaded = unsafe { self.executor.upload(to, bytes, Some(&behind)) };
+        let uploaded = unsafe { self.executor.upload(&[upload]) };
         uploaded.map_err(Self::device_error(OP))
     }
 

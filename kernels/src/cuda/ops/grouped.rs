@@ -252,13 +252,10 @@ impl Grouped {
         let mut args = vec![
             Arg::Address(a),
             Arg::U64(a_line as u64),
-            int(self.k)?,
             Arg::Address(self.s),
             Arg::U64(self.s_line as u64),
-            int(self.n)?,
             Arg::Address(self.y),
             Arg::U64(self.y_line as u64),
-            int(tile.group(multiprocessors).min(rows))?,
         ];
         for group in self.groups {
             // Number and length of an operand's lines, for a sum of `k` elements.
@@ -285,17 +282,19 @@ impl Grouped {
             }
             args.extend([
                 Arg::Address(group.rows),
-                int(group.m)?,
                 Arg::Address(b),
                 Arg::U64(b_line as u64),
-                int(group.b_rows)?,
                 Arg::Address(low_b),
                 Arg::U64(low_line as u64),
-                int(group.r)?,
                 Arg::Address(group.bias),
+                int(group.m)?,
+                int(group.b_rows)?,
+                int(group.r)?,
                 Arg::F32(group.scale),
             ]);
         }
+        let in_group = tile.group(multiprocessors).min(rows);
+        args.extend([int(self.n)?, int(self.k)?, int(in_group)?]);
         launches.push(Launch {
             kernel: module.kernels()[0],
             module,
@@ -403,11 +402,11 @@ impl OfRows {
                 Arg::Address(b),
                 Arg::U64(b_line as u64),
                 Arg::Address(self.rows),
-                int(self.k)?,
-                int(self.m)?,
-                int(self.n)?,
                 Arg::Address(y),
                 Arg::U64(self.n as u64),
+                int(self.m)?,
+                int(self.n)?,
+                int(self.k)?,
                 int(tile.group(multiprocessors).min(rows))?,
                 int(steps_per_part)?,
             ],

@@ -301,12 +301,12 @@ impl Product {
             ]);
         }
         args.extend([
-            int(self.m)?,
-            int(self.n)?,
-            int(self.b_rows)?,
             Arg::Address(self.bias),
             Arg::Address(self.y),
             Arg::U64(self.y_line as u64),
+            int(self.m)?,
+            int(self.n)?,
+            int(self.b_rows)?,
             Arg::F32(self.scale),
             int(tile.group(sms).min(rows))?,
             int(steps_per_part)?,

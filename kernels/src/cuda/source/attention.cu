@@ -289,12 +289,11 @@ struct Softmax {
 };
 
 template <int M>
-DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts,
-                   const int* k_starts, const int* tiles, int heads, int kv_heads, int causal, float scale) {
+DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* out, float* lse, Sequences all) {
   constexpr int ROWS = 64 * M, KEYS = 64, N = KEYS / 8;
-  const int head = blockIdx.x, kv_head = head / (heads / kv_heads);
-  const int* tile = tiles + 2 * blockIdx.y;
-  Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int heads = all.heads, kv_heads = all.kv_heads, head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int* tile = all.tile();
+  Sequence sequence = all.at(tile[0]);
   const int warp = warp_index();
   int block_row = tile[1] * ROWS, row = block_row + warp * 16 * M;
   const int block_visible = sequence.visible(smaller(block_row + ROWS, sequence.queries) - 1);
@@ -316,7 +315,7 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
   UNROLL for (int m = 0; m < M; m++)
     UNROLL for (int half = 0; half < 2; half++) softmax.base[m][half] = minus_infinity(), softmax.sum[m][half] = 0.0f;
 
-  const float factor = scale * LOG2_E;
+  const float factor = all.scale * LOG2_E;
   int key = (block_visible - 1) / KEYS * KEYS;
   Left<M> left;
   if (block_visible > 0) {
@@ -352,7 +351,7 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
   }
 
   // Read again instead of kept in registers.
-  sequence = Sequence(q_starts, k_starts, tile[0], causal);
+  sequence = all.at(tile[0]);
   row = tile[1] * ROWS + warp * 16 * M;
   float inverse[M][2];
   UNROLL for (int m = 0; m < M; m++)
@@ -373,16 +372,14 @@ DEVICE void attend(u8* memory, const u16* q, const u16* k, const u16* v, u16* ou
 }
 
 KERNEL(THREADS, BLOCKS_128)
-forward_128(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
-            const int* tiles, int heads, int kv_heads, int causal, float scale) {
+forward_128(const u16* q, const u16* k, const u16* v, u16* out, float* lse, Sequences all) {
   SHARED_MEMORY(memory);
-  attend<2>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  attend<2>(memory, q, k, v, out, lse, all);
 }
 KERNEL(THREADS, BLOCKS_64)
-forward_64(const u16* q, const u16* k, const u16* v, u16* out, float* lse, const int* q_starts, const int* k_starts,
-           const int* tiles, int heads, int kv_heads, int causal, float scale) {
+forward_64(const u16* q, const u16* k, const u16* v, u16* out, float* lse, Sequences all) {
   SHARED_MEMORY(memory);
-  attend<1>(memory, q, k, v, out, lse, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  attend<1>(memory, q, k, v, out, lse, all);
 }
 
 // ---- backward
@@ -411,12 +408,12 @@ KERNEL(THREADS, 8) output_products(const u16* out, const u16* dout, float* delta
 
 template <int M>
 DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse,
-                            const float* delta, u16* dq, const int* q_starts, const int* k_starts, const int* tiles,
-                            int heads, int kv_heads, int causal, float scale) {
+                            const float* delta, u16* dq, Sequences all) {
   constexpr int ROWS = 64 * M, KEYS = 32, N = KEYS / 8;
-  const int head = blockIdx.x, kv_head = head / (heads / kv_heads), warp = warp_index();
-  const int* tile = tiles + 2 * blockIdx.y;
-  Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int heads = all.heads, kv_heads = all.kv_heads, head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int warp = warp_index();
+  const int* tile = all.tile();
+  Sequence sequence = all.at(tile[0]);
   const int block_row = tile[1] * ROWS;
   int row = block_row + warp * 16 * M;
   const int block_visible = sequence.visible(smaller(block_row + ROWS, sequence.queries) - 1);
@@ -449,7 +446,7 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
         base[m][half] = inside ? exponent_base(lse[(i64)(sequence.q_start + at) * heads + head]) : -minus_infinity();
         mean[m][half] = inside ? delta[(i64)(sequence.q_start + at) * heads + head] : 0.0f;
       }
-    const float factor = scale * LOG2_E;
+    const float factor = all.scale * LOG2_E;
     Left<M> left_q, left_dout;
     if (Q_RESIDENT > 0) {
       copy_async_wait<0>();
@@ -488,10 +485,10 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
     }
   }
 
-  sequence = Sequence(q_starts, k_starts, tile[0], causal);
+  sequence = all.at(tile[0]);
   row = tile[1] * ROWS + warp * 16 * M;
   float factor[M][2];
-  UNROLL for (int m = 0; m < M; m++) factor[m][0] = factor[m][1] = scale;
+  UNROLL for (int m = 0; m < M; m++) factor[m][0] = factor[m][1] = all.scale;
   u8* staged = memory + warp * 16 * M * PITCH;
   stage_rows(staged, o, factor);
   warp_barrier();
@@ -501,30 +498,28 @@ DEVICE void differentiate_q(u8* memory, const u16* q, const u16* k, const u16* v
 
 KERNEL(THREADS, BLOCKS_128)
 gradient_q_128(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
-               const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
-               float scale) {
+               Sequences all) {
   SHARED_MEMORY(memory);
-  differentiate_q<2>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  differentiate_q<2>(memory, q, k, v, dout, lse, delta, dq, all);
 }
 KERNEL(THREADS, BLOCKS_64)
 gradient_q_64(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
-              const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int causal,
-              float scale) {
+              Sequences all) {
   SHARED_MEMORY(memory);
-  differentiate_q<1>(memory, q, k, v, dout, lse, delta, dq, q_starts, k_starts, tiles, heads, kv_heads, causal, scale);
+  differentiate_q<1>(memory, q, k, v, dout, lse, delta, dq, all);
 }
 
 KERNEL(THREADS, KV_BLOCKS)
 gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dk,
-            u16* dv, float* dk_parts, float* dv_parts, const int* q_starts, const int* k_starts, const int* tiles,
-            int heads, int kv_heads, int parts, u64 part_stride, int causal, float scale) {
+            u16* dv, float* dk_parts, float* dv_parts, u64 part_stride, Sequences all, int parts) {
   SHARED_MEMORY(memory);
   constexpr int KEYS = 64, ROWS = 32, M = 2, N = ROWS / 8;
   // Shared memory: keys, values, two stages of (queries, gradients of outputs), weights, two stages of (lse, delta).
   constexpr int STAGE = 2 * ROWS * PITCH;
+  const int heads = all.heads, kv_heads = all.kv_heads, causal = all.causal;
   const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts, group = heads / kv_heads, warp = warp_index();
-  const int* tile = tiles + 2 * blockIdx.y;
-  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int* tile = all.tile();
+  const Sequence sequence = all.at(tile[0]);
   // Warps 0 and 1 make dv and dk of the first 32 keys, 2 and 3 of the others.
   const bool of_k = warp % 2 == 1;
   const int block_key = tile[1] * KEYS, warp_key = warp / 2 * 32, key = block_key + warp_key;
@@ -565,7 +560,7 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
     copy_k.rows<KEYS>(shared_v, v, sequence.k_start + block_key, sequence.keys - block_key);
     copy_queries(0, first);
     if (warp < 2) statistics[warp * ROWS + lane_index()] = statistic(head, first);
-    const float factor = scale * LOG2_E;
+    const float factor = all.scale * LOG2_E;
     int query = first, stage = 0;
     Left<M> left;
     if (KV_RESIDENT > 0) {
@@ -640,7 +635,7 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
   const int valid = sequence.keys - key;
   if (parts == 1) {
     float scales[M][2];
-    UNROLL for (int m = 0; m < M; m++) scales[m][0] = scales[m][1] = of_k ? scale : 1.0f;
+    UNROLL for (int m = 0; m < M; m++) scales[m][0] = scales[m][1] = of_k ? all.scale : 1.0f;
     u8* staged = memory + ((of_k ? KEYS : 0) + warp_key) * PITCH;
     stage_rows(staged, o, scales);
     warp_barrier();
@@ -649,7 +644,7 @@ gradient_kv(const u16* q, const u16* k, const u16* v, const u16* dout, const flo
   } else {
     float* to = (of_k ? dk_parts : dv_parts) + part * part_stride +
                 ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM + lane_index() % 4 * 2;
-    const float factor = of_k ? scale : 1.0f;
+    const float factor = of_k ? all.scale : 1.0f;
     UNROLL for (int m = 0; m < M; m++)
       UNROLL for (int half = 0; half < 2; half++) {
         const int row = m * 16 + half * 8 + lane_index() / 4;
@@ -697,15 +692,26 @@ KERNEL(FUSED_THREADS, 1) clear_words(u32* words, u64 n) {
   if (at < n) words[at] = 0;
 }
 
-// `turns`: zeros, the ticket and then one word per tile of queries and head; the tiles of sequence i begin at
-// q_starts[i] / FUSED_ROWS + i. `dq_sums` [t, h, d] f32; `parts`, `dk_parts` and `dv_parts` as for gradient_kv. One
-// block per pair of `tiles`, key/value head and part; pairs of one sequence ascend.
+// What `gradients` writes. dq_sums: [t, h, d]. dk_parts, dv_parts, part_stride: as for gradient_kv. turns: zeros, the
+// ticket and then one word per tile of queries and head; the tiles of sequence i begin at q_starts[i] / FUSED_ROWS + i.
+struct Gradients {
+  u16 *dq, *dk, *dv;
+  float *dq_sums, *dk_parts, *dv_parts;
+  u32* turns;
+  u64 part_stride;
+  typedef List<u16*, u16*, u16*, float*, float*, float*, u32*, u64> Members;
+};
+
+// One block per pair of tiles, key/value head and part; pairs of one sequence ascend.
 KERNEL(FUSED_THREADS, 1)
-gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, u16* dq,
-          u16* dk, u16* dv, float* dq_sums, float* dk_parts, float* dv_parts, u32* turns, const int* q_starts,
-          const int* k_starts, const int* tiles, int heads, int kv_heads, int parts, u64 part_stride, int causal,
-          float scale) {
+gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, Gradients to,
+          Sequences all, int parts) {
   SHARED_MEMORY(memory);
+  const int heads = all.heads, kv_heads = all.kv_heads, causal = all.causal;
+  const float scale = all.scale;
+  u16* const dq = to.dq;
+  float* const dq_sums = to.dq_sums;
+  u32* const turns = to.turns;
   constexpr int KEYS = FUSED_KEYS, ROWS = FUSED_ROWS, N = ROWS / 8, STAGE = ROWS * PITCH;
   // Pairs of pieces of dq, and how many of them a warp makes for 16 queries.
   constexpr int PAIRS = (PIECES + 1) / 2, GROUPS = 8 * 16 / ROWS, OWN = (PAIRS + GROUPS - 1) / GROUPS;
@@ -720,9 +726,9 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
   block_barrier();
   const int ticket = (int)*(u32*)statistics, heads_of_tile = kv_heads * parts;
   block_barrier();
-  const int* tile = tiles + 2 * (ticket / heads_of_tile);
+  const int* tile = all.tiles + 2 * (ticket / heads_of_tile);
   const int part = ticket % heads_of_tile % parts, kv_head = ticket % heads_of_tile / parts, group = heads / kv_heads;
-  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const Sequence sequence = all.at(tile[0]);
   const int block_key = tile[1] * KEYS, key = block_key + warp * 16;
 
   const int first_seeing = causal ? block_key + sequence.queries - sequence.keys : 0;
@@ -854,11 +860,11 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
           if (half * 8 >= rows_left || n >= pieces_left) continue;
           const float x = float_of_bits(before[half][n].x) + o[n][2 * half];
           const float y = float_of_bits(before[half][n].y) + o[n][2 * half + 1];
-          const u32 to = at + half * half_stride + n * 8;
+          const u32 place = at + half * half_stride + n * 8;
           if (is_last)
-            *(u32*)(dq + to) = T::narrow_pair(x * scale, y * scale);
+            *(u32*)(dq + place) = T::narrow_pair(x * scale, y * scale);
           else
-            *(float2*)(dq_sums + to) = make_float2(x, y);
+            *(float2*)(dq_sums + place) = make_float2(x, y);
         }
       added_to = is_last ? 0 : turn;
       head = next_head, query = next_query, stage ^= 1;
@@ -871,7 +877,7 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
   }
 
   const int valid = sequence.keys - key;
-  const i64 to = ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM;
+  const i64 first_row = ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM;
   const float factors[2] = {scale, 1.0f};
   UNROLL for (int which = 0; which < 2; which++) {
     const float(&sum)[1][PIECES][4] = which ? dv_sum : dk_sum;
@@ -880,14 +886,14 @@ gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float
       u8* staged = memory + (which * KEYS + warp * 16) * PITCH;
       stage_rows(staged, sum, factor);
       warp_barrier();
-      store_rows<16>((which ? dv : dk) + to, staged, kv_heads * HEAD_DIM, valid);
+      store_rows<16>((which ? to.dv : to.dk) + first_row, staged, kv_heads * HEAD_DIM, valid);
     } else {
-      float* const from = (which ? dv_parts : dk_parts) + part * part_stride + to + lane % 4 * 2;
+      float* const sums = (which ? to.dv_parts : to.dk_parts) + part * to.part_stride + first_row + lane % 4 * 2;
       UNROLL for (int half = 0; half < 2; half++) {
         const int row = half * 8 + lane / 4;
         if (row < valid) {
           UNROLL for (int n = 0; n < PIECES; n++)
-            *(float2*)(from + (i64)row * kv_heads * HEAD_DIM + n * 8) =
+            *(float2*)(sums + (i64)row * kv_heads * HEAD_DIM + n * 8) =
                 make_float2(sum[0][n][2 * half] * factors[which], sum[0][n][2 * half + 1] * factors[which]);
         }
       }

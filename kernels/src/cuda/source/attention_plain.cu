@@ -94,15 +94,15 @@ DEVICE float exponent_base(float lse) { return lse == minus_infinity() ? -minus_
 
 // Shared memory: (16 + 2 * 32) rows of d | 1 floats.
 KERNEL(THREADS, 4)
-forward(const Stored* q, const Stored* k, const Stored* v, Stored* out, float* lse, const int* q_starts,
-        const int* k_starts, const int* tiles, int heads, int kv_heads, int d, int causal, float scale) {
+forward(const Stored* q, const Stored* k, const Stored* v, Stored* out, float* lse, Sequences all, int d) {
   SHARED_MEMORY(memory);
-  const int pitch = d | 1, head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int heads = all.heads, kv_heads = all.kv_heads, pitch = d | 1, head = blockIdx.x;
+  const int kv_head = head / (heads / kv_heads);
   float* queries = (float*)memory;
   float* keys = queries + BLOCK_ROWS * pitch;
   float* values = keys + TILE * pitch;
-  const int* tile = tiles + 2 * blockIdx.y;
-  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int* tile = all.tile();
+  const Sequence sequence = all.at(tile[0]);
   const int block_row = tile[1] * BLOCK_ROWS, row = block_row + warp_index() * ROWS;
   const int end = sequence.visible(smaller(block_row + BLOCK_ROWS, sequence.queries) - 1);
   const Head<const Stored> k_head(k, sequence.k_start, kv_head, kv_heads, d);
@@ -121,7 +121,7 @@ forward(const Stored* q, const Stored* k, const Stored* v, Stored* out, float* l
     float s[ROWS];
     products(s, queries + warp_index() * ROWS * pitch, keys + lane_index() * pitch, pitch, d);
     UNROLL for (int r = 0; r < ROWS; r++) {
-      float score = key + lane_index() < sequence.visible(row + r) ? s[r] * (scale * LOG2_E) : minus_infinity();
+      float score = key + lane_index() < sequence.visible(row + r) ? s[r] * (all.scale * LOG2_E) : minus_infinity();
       float risen = fmaxf(top[r], warp_max(score));
       // No key seen yet: any base keeps the weights at zero.
       float base = risen == minus_infinity() ? 0.0f : risen;
@@ -156,16 +156,16 @@ KERNEL(THREADS, 4) output_products(const Stored* out, const Stored* dout, float*
 // Shared memory of both gradients: 2 * (16 + 32) rows of d | 1 floats.
 KERNEL(THREADS, 4)
 gradient_q(const Stored* q, const Stored* k, const Stored* v, const Stored* dout, const float* lse, const float* delta,
-           Stored* dq, const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads, int d,
-           int causal, float scale) {
+           Stored* dq, Sequences all, int d) {
   SHARED_MEMORY(memory);
-  const int pitch = d | 1, head = blockIdx.x, kv_head = head / (heads / kv_heads);
+  const int heads = all.heads, kv_heads = all.kv_heads, pitch = d | 1, head = blockIdx.x;
+  const int kv_head = head / (heads / kv_heads);
   float* queries = (float*)memory;
   float* douts = queries + BLOCK_ROWS * pitch;
   float* keys = douts + BLOCK_ROWS * pitch;
   float* values = keys + TILE * pitch;
-  const int* tile = tiles + 2 * blockIdx.y;
-  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int* tile = all.tile();
+  const Sequence sequence = all.at(tile[0]);
   const int block_row = tile[1] * BLOCK_ROWS, row = block_row + warp_index() * ROWS;
   const int end = sequence.visible(smaller(block_row + BLOCK_ROWS, sequence.queries) - 1);
   const Head<const Stored> k_head(k, sequence.k_start, kv_head, kv_heads, d);
@@ -182,7 +182,7 @@ gradient_q(const Stored* q, const Stored* k, const Stored* v, const Stored* dout
     bool inside = row + r < sequence.queries;
     base[r] = inside ? exponent_base(lse[at]) : -minus_infinity();
     mean[r] = inside ? delta[at] : 0.0f;
-    factor[r] = scale;
+    factor[r] = all.scale;
   }
   for (int key = 0; key < end; key += TILE) {
     block_barrier();
@@ -194,7 +194,7 @@ gradient_q(const Stored* q, const Stored* k, const Stored* v, const Stored* dout
     products(dp, douts + warp_index() * ROWS * pitch, values + lane_index() * pitch, pitch, d);
     UNROLL for (int r = 0; r < ROWS; r++) {
       bool sees = key + lane_index() < sequence.visible(row + r);
-      s[r] = sees ? exp2_approx(s[r] * (scale * LOG2_E) - base[r]) * (dp[r] - mean[r]) : 0.0f;
+      s[r] = sees ? exp2_approx(s[r] * (all.scale * LOG2_E) - base[r]) * (dp[r] - mean[r]) : 0.0f;
     }
     weighted_sum(o, s, keys, pitch, d);
   }
@@ -203,29 +203,29 @@ gradient_q(const Stored* q, const Stored* k, const Stored* v, const Stored* dout
 
 KERNEL(THREADS, 4)
 gradient_kv(const Stored* q, const Stored* k, const Stored* v, const Stored* dout, const float* lse, const float* delta,
-            Stored* dk, Stored* dv, const int* q_starts, const int* k_starts, const int* tiles, int heads, int kv_heads,
-            int d, int causal, float scale) {
+            Stored* dk, Stored* dv, Sequences all, int d) {
   SHARED_MEMORY(memory);
-  const int pitch = d | 1, kv_head = blockIdx.x, group = heads / kv_heads;
+  const int heads = all.heads, kv_heads = all.kv_heads, pitch = d | 1, kv_head = blockIdx.x;
+  const int group = heads / kv_heads;
   float* keys = (float*)memory;
   float* values = keys + BLOCK_ROWS * pitch;
   float* queries = values + BLOCK_ROWS * pitch;
   float* douts = queries + TILE * pitch;
-  const int* tile = tiles + 2 * blockIdx.y;
-  const Sequence sequence(q_starts, k_starts, tile[0], causal);
+  const int* tile = all.tile();
+  const Sequence sequence = all.at(tile[0]);
   const int block_row = tile[1] * BLOCK_ROWS, row = block_row + warp_index() * ROWS;
   load_rows<BLOCK_ROWS>(keys, pitch, Head<const Stored>(k, sequence.k_start, kv_head, kv_heads, d), block_row,
                         sequence.keys, d);
   load_rows<BLOCK_ROWS>(values, pitch, Head<const Stored>(v, sequence.k_start, kv_head, kv_heads, d), block_row,
                         sequence.keys, d);
   // The first query that sees a key of the block, rounded down to a tile.
-  const int first_seeing = causal ? block_row + sequence.queries - sequence.keys : 0;
+  const int first_seeing = all.causal ? block_row + sequence.queries - sequence.keys : 0;
   const int first = first_seeing < 0 ? 0 : first_seeing / TILE * TILE;
 
   float dk_sum[ROWS][DIMS], dv_sum[ROWS][DIMS], one[ROWS], factor[ROWS];
   clear(dk_sum);
   clear(dv_sum);
-  UNROLL for (int r = 0; r < ROWS; r++) one[r] = 1.0f, factor[r] = scale;
+  UNROLL for (int r = 0; r < ROWS; r++) one[r] = 1.0f, factor[r] = all.scale;
   for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
     const Head<const Stored> q_head(q, sequence.q_start, head, heads, d);
     const Head<const Stored> dout_head(dout, sequence.q_start, head, heads, d);
@@ -243,7 +243,7 @@ gradient_kv(const Stored* q, const Stored* k, const Stored* v, const Stored* dou
       products(ds, values + warp_index() * ROWS * pitch, douts + lane_index() * pitch, pitch, d);
       UNROLL for (int r = 0; r < ROWS; r++) {
         bool seen = mine < sequence.queries && row + r < sequence.visible(mine);
-        p[r] = seen ? exp2_approx(p[r] * (scale * LOG2_E) - base) : 0.0f;
+        p[r] = seen ? exp2_approx(p[r] * (all.scale * LOG2_E) - base) : 0.0f;
         ds[r] = p[r] * (ds[r] - mean);
       }
       weighted_sum(dv_sum, p, douts, pitch, d);

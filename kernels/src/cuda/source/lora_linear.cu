@@ -261,27 +261,12 @@ struct Output<TYPE_F32> {
   }
 };
 
-// One pair of operands: a sum over k elements. k = 0: no pair, nothing is read.
-struct Operands {
-  const u16* a;
-  u64 lda;
-  const u16* b;
-  u64 ldb;
-  int k;
-};
-
-// What a layer makes of the sums: y [m, n] = scale * sum + bias. b has `b_rows` rows; the sums of the others are zero.
-struct Result {
-  int m, n, b_rows;
-  const u16* bias;
-  Element<OUT>::Stored* y;
-  u64 ldy;
-  float scale;
-};
+typedef Operands<u16> Pair;
+typedef Result<u16, Element<OUT>::Stored> Target;
 
 // The tile of y that begins at (row, column), or block z's part of its sum.
-DEVICE void multiply(const Operands& first, const Operands& second, const Result& result, int row, int column,
-                     int steps_per_part, const int* table) {
+DEVICE void multiply(const Pair& first, const Pair& second, const Target& result, int row, int column, int steps_per_part,
+                     const int* table) {
   SHARED_MEMORY(memory);
   u32 ring = shared_address(memory);
   int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -359,41 +344,32 @@ DEVICE void multiply(const Operands& first, const Operands& second, const Result
 }
 
 #if ROUTED == 0
-KERNEL(THREADS, BLOCKS)
-linear(const u16* a1, u64 lda1, const u16* b1, u64 ldb1, int k1, const u16* a2, u64 lda2, const u16* b2, u64 ldb2,
-       int k2, int m, int n, int b_rows, const u16* bias, Element<OUT>::Stored* y, u64 ldy, float scale, int group,
-       int steps_per_part) {
-  Place place = place_of_block(divide_up(m, BLOCK_M), divide_up(n, BLOCK_N), group);
-  multiply({a1, lda1, b1, ldb1, k1}, {a2, lda2, b2, ldb2, k2}, {m, n, b_rows, bias, y, ldy, scale}, place.row * BLOCK_M,
-           place.column * BLOCK_N, steps_per_part, nullptr);
+KERNEL(THREADS, BLOCKS) linear(Pair first, Pair second, Target result, int group, int steps_per_part) {
+  Place place = place_of_block(divide_up(result.m, BLOCK_M), divide_up(result.n, BLOCK_N), group);
+  multiply(first, second, result, place.row * BLOCK_M, place.column * BLOCK_N, steps_per_part, nullptr);
 }
 #elif ROUTED == 1
-// y[rows1[i], :] = scale1 * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
-// Each has its rank (0: no adapter, s is not read).
+// y[rows[i], :] = scale * (a[rows[i], :] b + s[rows[i], :] c) + bias for the m rows of each layer. Each has its rank
+// (0: no adapter, s is not read).
 KERNEL(THREADS, BLOCKS)
-linear_routed(const u16* a, u64 lda, int k, const u16* s, u64 lds, int n, Element<OUT>::Stored* y, u64 ldy, int group,
-              const int* rows1, int m1, const u16* b1, u64 ldb1, int b_rows1, const u16* c1, u64 ldc1, int r1,
-              const u16* bias1, float scale1, const int* rows2, int m2, const u16* b2, u64 ldb2, int b_rows2,
-              const u16* c2, u64 ldc2, int r2, const u16* bias2, float scale2) {
-  int tiles1 = divide_up(m1, BLOCK_M);
-  Place place = place_of_block(tiles1 + divide_up(m2, BLOCK_M), divide_up(n, BLOCK_N), group);
+linear_routed(const u16* a, u64 lda, const u16* s, u64 lds, Element<OUT>::Stored* y, u64 ldy, RoutedLayer<u16> layer1,
+              RoutedLayer<u16> layer2, int n, int k, int group) {
+  int tiles1 = divide_up(layer1.m, BLOCK_M);
+  Place place = place_of_block(tiles1 + divide_up(layer2.m, BLOCK_M), divide_up(n, BLOCK_N), group);
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK_M;
-  int r = second ? r2 : r1;
-  const Operands base = {a, lda, second ? b2 : b1, second ? ldb2 : ldb1, k};
-  const Operands adapter = {s, lds, second ? c2 : c1, second ? ldc2 : ldc1, r};
-  const Result result = {second ? m2 : m1, n,   second ? b_rows2 : b_rows1, second ? bias2 : bias1, y,
-                         ldy,              second ? scale2 : scale1};
-  multiply(base, adapter, result, row, place.column * BLOCK_N, divide_up(k, BLOCK_K) + divide_up(r, BLOCK_K),
-           second ? rows2 : rows1);
+  const RoutedLayer<u16> layer = second ? layer2 : layer1;
+  multiply({a, lda, layer.b, layer.ldb, k}, {s, lds, layer.c, layer.ldc, layer.r},
+           {layer.bias, y, ldy, layer.m, n, layer.b_rows, layer.scale}, row, place.column * BLOCK_N,
+           divide_up(k, BLOCK_K) + divide_up(layer.r, BLOCK_K), layer.rows);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].
 KERNEL(THREADS, BLOCKS)
-linear_of_rows(const u16* a, u64 lda, const u16* b, u64 ldb, const int* rows, int k, int m, int n,
-               Element<OUT>::Stored* y, u64 ldy, int group, int steps_per_part) {
+linear_of_rows(const u16* a, u64 lda, const u16* b, u64 ldb, const int* rows, Element<OUT>::Stored* y, u64 ldy, int m,
+               int n, int k, int group, int steps_per_part) {
   Place place = place_of_block(divide_up(m, BLOCK_M), divide_up(n, BLOCK_N), group);
-  multiply({a, lda, b, ldb, k}, {nullptr, 0, nullptr, 0, 0}, {m, n, n, nullptr, y, ldy, 1.0f}, place.row * BLOCK_M,
+  multiply({a, lda, b, ldb, k}, {nullptr, 0, nullptr, 0, 0}, {nullptr, y, ldy, m, n, n, 1.0f}, place.row * BLOCK_M,
            place.column * BLOCK_N, steps_per_part, rows);
 }
 #endif

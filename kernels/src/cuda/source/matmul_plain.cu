@@ -91,30 +91,32 @@ DEVICE void load_quads(float (&v)[SIDE], const float* tile, int k, int place) {
   }
 }
 
+typedef Operands<float> Pair;
+typedef Result<float, float> Target;
+
 // The tile of y that begins at (row, column), or block z's part of its sum. `table` names the rows of y where rows are
 // routed.
-DEVICE void multiply(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const float* a2, u64 lda2,
-                     const float* b2, u64 ldb2, int k2, int m, int n, int b_rows, const float* bias, float* y, u64 ldy,
-                     float scale, int row, int column, int steps_per_part, const int* table) {
+DEVICE void multiply(const Pair& first, const Pair& second, const Target& result, int row, int column, int steps_per_part,
+                     const int* table) {
   SHARED_MEMORY(memory);
   constexpr int BUFFER = 2 * DEPTH * LINE;
   float* tiles = (float*)memory;  // [2 buffers][a, b][DEPTH][LINE]
   int thread_row = threadIdx.x / 16, thread_column = threadIdx.x % 16;
 
-  int steps1 = divide_up(k1, DEPTH), steps = steps1 + divide_up(k2, DEPTH);
+  int steps1 = divide_up(first.k, DEPTH), steps = steps1 + divide_up(second.k, DEPTH);
   int step = (int)blockIdx.z * steps_per_part, end = steps - step < steps_per_part ? steps : step + steps_per_part;
 
   Tile<TRANSPOSE_A, ROUTED != 0> tile_a;
   Tile<TRANSPOSE_B, ROUTED == 2> tile_b;
   if (ROUTED == 2 || step < steps1) {
-    tile_a.seek(a1, lda1, m, k1, row, step * DEPTH, table);
-    tile_b.seek(b1, ldb1, b_rows, k1, column, step * DEPTH, table);
+    tile_a.seek(first.a, first.lda, result.m, first.k, row, step * DEPTH, table);
+    tile_b.seek(first.b, first.ldb, result.b_rows, first.k, column, step * DEPTH, table);
   }
   // Brings the tile of step `next` into registers.
   auto load = [&](int next) {
     if (ROUTED != 2 && (next == steps1 || (next > steps1 && next == step))) {
-      tile_a.seek(a2, lda2, m, k2, row, (next - steps1) * DEPTH, table);
-      tile_b.seek(b2, ldb2, b_rows, k2, column, (next - steps1) * DEPTH, table);
+      tile_a.seek(second.a, second.lda, result.m, second.k, row, (next - steps1) * DEPTH, table);
+      tile_b.seek(second.b, second.ldb, result.b_rows, second.k, column, (next - steps1) * DEPTH, table);
     }
     tile_a.load();
     tile_b.load();
@@ -149,50 +151,45 @@ DEVICE void multiply(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k
     buffer = other;
   }
 
-  y += (u64)blockIdx.z * (u64)m * ldy;
+  float* y = result.y + (u64)blockIdx.z * (u64)result.m * result.ldy;
   UNROLL for (int j = 0; j < SIDE; j++) {
     int at = column + j / 4 * (BLOCK / QUADS) + thread_column * 4 + j % 4;
-    float add = bias && at < n ? bias[at] : 0.0f;
+    float add = result.bias && at < result.n ? result.bias[at] : 0.0f;
     UNROLL for (int i = 0; i < SIDE; i++) {
       int line = row + i / 4 * (BLOCK / QUADS) + thread_row * 4 + i % 4;
-      if (line < m && at < n) y[(u64)(ROUTED == 1 ? table[line] : line) * ldy + at] = fma_rn(sums[i][j], scale, add);
+      if (line < result.m && at < result.n)
+        y[(u64)(ROUTED == 1 ? table[line] : line) * result.ldy + at] = fma_rn(sums[i][j], result.scale, add);
     }
   }
 }
 
 #if ROUTED == 0
-KERNEL(256, 2)
-matmul_plain(const float* a1, u64 lda1, const float* b1, u64 ldb1, int k1, const float* a2, u64 lda2, const float* b2,
-             u64 ldb2, int k2, int m, int n, int b_rows, const float* bias, float* y, u64 ldy, float scale, int group,
-             int steps_per_part) {
-  Place place = place_of_block(divide_up(m, BLOCK), divide_up(n, BLOCK), group);
-  multiply(a1, lda1, b1, ldb1, k1, a2, lda2, b2, ldb2, k2, m, n, b_rows, bias, y, ldy, scale, place.row * BLOCK,
-           place.column * BLOCK, steps_per_part, nullptr);
+KERNEL(256, 2) matmul_plain(Pair first, Pair second, Target result, int group, int steps_per_part) {
+  Place place = place_of_block(divide_up(result.m, BLOCK), divide_up(result.n, BLOCK), group);
+  multiply(first, second, result, place.row * BLOCK, place.column * BLOCK, steps_per_part, nullptr);
 }
 #elif ROUTED == 1
-// y[rows1[i], :] = scale * (a[rows1[i], :] b1 + s[rows1[i], :] c1) + bias1 for i < m1, and the same of the second layer.
+// y[rows[i], :] = scale * (a[rows[i], :] b + s[rows[i], :] c) + bias for the m rows of each layer.
 // Two blocks of the large tile would have too few registers for both layers' operands.
 KERNEL(256, BLOCK == 128 ? 1 : 2)
-matmul_routed(const float* a, u64 lda, int k, const float* s, u64 lds, int n, float* y, u64 ldy, int group,
-              const int* rows1, int m1, const float* b1, u64 ldb1, int b_rows1, const float* c1, u64 ldc1, int r1,
-              const float* bias1, float scale1, const int* rows2, int m2, const float* b2, u64 ldb2, int b_rows2,
-              const float* c2, u64 ldc2, int r2, const float* bias2, float scale2) {
-  int tiles1 = divide_up(m1, BLOCK);
-  Place place = place_of_block(tiles1 + divide_up(m2, BLOCK), divide_up(n, BLOCK), group);
+matmul_routed(const float* a, u64 lda, const float* s, u64 lds, float* y, u64 ldy, RoutedLayer<float> layer1,
+              RoutedLayer<float> layer2, int n, int k, int group) {
+  int tiles1 = divide_up(layer1.m, BLOCK);
+  Place place = place_of_block(tiles1 + divide_up(layer2.m, BLOCK), divide_up(n, BLOCK), group);
   bool second = place.row >= tiles1;
   int row = (second ? place.row - tiles1 : place.row) * BLOCK;
-  int r = second ? r2 : r1;
-  multiply(a, lda, second ? b2 : b1, second ? ldb2 : ldb1, k, s, lds, second ? c2 : c1, second ? ldc2 : ldc1, r,
-           second ? m2 : m1, n, second ? b_rows2 : b_rows1, second ? bias2 : bias1, y, ldy, second ? scale2 : scale1,
-           row, place.column * BLOCK, divide_up(k, DEPTH) + divide_up(r, DEPTH), second ? rows2 : rows1);
+  const RoutedLayer<float> layer = second ? layer2 : layer1;
+  multiply({a, lda, layer.b, layer.ldb, k}, {s, lds, layer.c, layer.ldc, layer.r},
+           {layer.bias, y, ldy, layer.m, n, layer.b_rows, layer.scale}, row, place.column * BLOCK,
+           divide_up(k, DEPTH) + divide_up(layer.r, DEPTH), layer.rows);
 }
 #else
 // y[m, n] = sum over i < k of a[rows[i], m] b[rows[i], n].
 KERNEL(256, 2)
-matmul_of_rows(const float* a, u64 lda, const float* b, u64 ldb, const int* rows, int k, int m, int n, float* y,
-               u64 ldy, int group, int steps_per_part) {
+matmul_of_rows(const float* a, u64 lda, const float* b, u64 ldb, const int* rows, float* y, u64 ldy, int m, int n, int k,
+               int group, int steps_per_part) {
   Place place = place_of_block(divide_up(m, BLOCK), divide_up(n, BLOCK), group);
-  multiply(a, lda, b, ldb, k, nullptr, 0, nullptr, 0, 0, m, n, n, nullptr, y, ldy, 1.0f, place.row * BLOCK,
+  multiply({a, lda, b, ldb, k}, {nullptr, 0, nullptr, 0, 0}, {nullptr, y, ldy, m, n, n, 1.0f}, place.row * BLOCK,
            place.column * BLOCK, steps_per_part, rows);
 }
 #endif

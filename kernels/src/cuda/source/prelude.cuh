@@ -62,23 +62,71 @@ DEVICE Place place_of_block(int tiles_m, int tiles_n, int group) {
   return {first_row + in_group % height, in_group / height};
 }
 
+// Parameters of matrix products, with operands of type In and results of type Out.
+
+// One pair of operands: a sum over k elements. k = 0: no pair, nothing is read. lda and ldb: elements from line to line.
+template <typename In>
+struct Operands {
+  const In* a;
+  u64 lda;
+  const In* b;
+  u64 ldb;
+  int k;
+  typedef List<const In*, u64, const In*, u64, int> Members;
+};
+
+// What a layer makes of the sums: y [m, n] = scale * sum + bias. b has `b_rows` rows; the sums of the others are zero.
+template <typename In, typename Out>
+struct Result {
+  const In* bias;
+  Out* y;
+  u64 ldy;
+  int m, n, b_rows;
+  float scale;
+  typedef List<const In*, Out*, u64, int, int, int, float> Members;
+};
+
+// One of two layers over a partition of rows: its m rows of a and y, its weight b, and the matrix c [n, r] of its adapter
+// (r = 0: none).
+template <typename In>
+struct RoutedLayer {
+  const int* rows;
+  const In* b;
+  u64 ldb;
+  const In* c;
+  u64 ldc;
+  const In* bias;
+  int m, b_rows, r;
+  float scale;
+  typedef List<const int*, const In*, u64, const In*, u64, const In*, int, int, int, float> Members;
+};
+
 // A sequence of packed attention.
 struct Sequence {
   int q_start, queries, k_start, keys;
   int causal;
-
-  DEVICE Sequence(const int* q_starts, const int* k_starts, int index, int causal)
-      : q_start(q_starts[index]),
-        queries(q_starts[index + 1] - q_start),
-        k_start(k_starts[index]),
-        keys(k_starts[index + 1] - k_start),
-        causal(causal) {}
 
   // Keys that query `row` sees: the first so many.
   DEVICE int visible(int row) const {
     if (!causal) return keys;
     int end = row + 1 + keys - queries;
     return end < 0 ? 0 : smaller(end, keys);
+  }
+};
+
+// The sequences of an attention call. starts: [sequences + 1], the first query and key of each; tiles: pairs (sequence,
+// tile) of the launch.
+struct Sequences {
+  const int *q_starts, *k_starts, *tiles;
+  int heads, kv_heads, causal;
+  float scale;
+  typedef List<const int*, const int*, const int*, int, int, int, float> Members;
+
+  // The sequence and the tile of a block.
+  DEVICE const int* tile() const { return tiles + 2 * blockIdx.y; }
+  DEVICE Sequence at(int index) const {
+    int q = q_starts[index], k = k_starts[index];
+    return {q, q_starts[index + 1] - q, k, k_starts[index + 1] - k, causal};
   }
 };
 

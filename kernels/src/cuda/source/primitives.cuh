@@ -14,6 +14,9 @@ typedef long long i64;
 // All shared memory is dynamic: the launch says how many bytes.
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 #define UNROLL _Pragma("unroll")
+// Types of a struct's members, in their order. A struct that is a kernel's parameter has them as `Members`.
+template <typename... Types>
+struct List {};
 
 // ---- numbers
 

@@ -451,6 +451,10 @@ fn prefetched_weights_are_copied_during_the_whole_previous_unit() -> Result<()> 
     };
     let [leased, ahead] = [uploads(Weights::Leased)?, uploads(Weights::Prefetched)?];
     assert_eq!(leased.bytes, ahead.bytes);
+    // The weights of a unit come in one call.
+    for Beside { calls, copies, .. } in [leased, ahead] {
+        assert!(calls * 4 < copies, "{copies} copies in {calls} calls");
+    }
     assert!(leased.early * 2 < leased.bytes, "{leased:?}");
     assert!(ahead.early * 10 > ahead.bytes * 9, "{ahead:?}");
     Ok(())

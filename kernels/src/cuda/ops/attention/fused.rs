@@ -89,11 +89,9 @@ impl Plan {
                 dq_sums,
             ]));
             args.extend(addresses(self.part_addresses(gradients)));
-            args.push(Arg::Address(turns));
-            args.extend(self.table_args(inputs.table, self.tiling.keys.offset));
-            args.extend(self.head_args());
-            args.extend([int(self.parts()), Arg::U64(self.part_elements())]);
-            args.extend(self.mask_args());
+            args.extend([Arg::Address(turns), Arg::U64(self.part_elements())]);
+            args.extend(self.sequences(inputs.table, self.tiling.keys.offset));
+            args.push(int(self.parts()));
             let (keys, queries) = (self.tiling.keys.rows, self.fused_rows());
             // Keys and values, two stages of queries, gradients of outputs, ds, two stages of lse and delta.
             let shared_bytes = rows_bytes(self.head_dim, 2 * keys + 3 * queries)

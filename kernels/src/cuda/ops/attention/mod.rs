@@ -178,9 +178,7 @@ impl Plan {
             shared_bytes,
             |tiles| {
                 let mut args = addresses([inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse]);
-                args.extend(self.table_args(inputs.table, tiles));
-                args.extend(self.head_args());
-                args.extend(self.mask_args());
+                args.extend(self.sequences(inputs.table, tiles));
                 args
             },
         )
@@ -255,13 +253,12 @@ impl Plan {
                 args.extend(addresses([gradients.dk, gradients.dv]));
                 if !self.tiling.plain {
                     args.extend(addresses(self.part_addresses(gradients)));
+                    args.push(Arg::U64(self.part_elements()));
                 }
-                args.extend(self.table_args(inputs.table, tiles));
-                args.extend(self.head_args());
+                args.extend(self.sequences(inputs.table, tiles));
                 if !self.tiling.plain {
-                    args.extend([int(self.parts()), Arg::U64(self.part_elements())]);
+                    args.push(int(self.parts()));
                 }
-                args.extend(self.mask_args());
                 args
             },
         )
@@ -292,9 +289,7 @@ impl Plan {
             |tiles| {
                 let mut args = self.backward_args(inputs, outputs, gradients);
                 args.push(Arg::Address(gradients.dq));
-                args.extend(self.table_args(inputs.table, tiles));
-                args.extend(self.head_args());
-                args.extend(self.mask_args());
+                args.extend(self.sequences(inputs.table, tiles));
                 args
             },
         )
@@ -305,22 +300,16 @@ impl Plan {
         addresses([q, k, v, gradients.dout, outputs.lse, gradients.workspace])
     }
 
-    /// Starts, and the tiles from `first` on.
-    fn table_args(&self, table: Address, first: usize) -> Vec<Arg> {
+    /// The kernels' `Sequences`, with the tiles from `first` on, and what f32 kernels want behind them: the head dim.
+    fn sequences(&self, table: Address, first: usize) -> Vec<Arg> {
         let at = |index: usize| Address(table.0 + 4 * index as u64);
-        addresses([table, at(self.sequences + 1), at(first)])
-    }
-
-    fn head_args(&self) -> Vec<Arg> {
-        let mut args = vec![int(self.heads), int(self.kv_heads)];
+        let mut args = addresses([table, at(self.sequences + 1), at(first)]);
+        args.extend([self.heads, self.kv_heads, self.causal.into()].map(int));
+        args.push(Arg::F32(self.scale));
         if self.tiling.plain {
             args.push(int(self.head_dim));
         }
         args
-    }
-
-    fn mask_args(&self) -> [Arg; 2] {
-        [int(self.causal.into()), Arg::F32(self.scale)]
     }
 
     /// Launches with `x` blocks for every tile. `args` gets the index of the first tile's pair.
