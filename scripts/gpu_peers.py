@@ -119,7 +119,8 @@ def table(n):
         ("f16", "d72 full 1024 16:16", 10, 1024, 16, 16, 72, False),
         ("f32", "d128 causal 1024 16:16", 2, 1024, 16, 16, 128, True),
     ):
-        for backward, which in WHICH:
+        fused = () if dtype == "f32" else ((True, "backward, fused"),)
+        for backward, which in (*WHICH, *fused):
             measure(f"attention {dtype} {name} {which}", peer.attention(dtype, *shape, backward))
     layer = (8192, 4096, 4096)
     for dtype, rank in (

@@ -1,4 +1,4 @@
-//! What the choice of kernels for a GPU depends on. Results of our kernels never depend on it.
+//! What the choice of kernels for a GPU depends on. Results of our kernels depend on [`AttentionBackward`] only.
 
 use super::matmul::LibraryUse;
 
@@ -11,6 +11,19 @@ pub struct DeviceKind {
     pub compute_capability: Option<(u32, u32)>,
     /// Whether a library for matrix products is present and chosen.
     pub has_library: bool,
+    /// Kernels of attention's backward.
+    pub attention_backward: AttentionBackward,
+}
+
+/// Kernels of attention's backward on tensor cores. Both give the same bits in every run, but not the bits of each other:
+/// they add in another order. Calls without tensor cores always take [`AttentionBackward::Split`].
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum AttentionBackward {
+    /// A kernel for `dq` and a kernel for `dk` and `dv`. Both compute the weights: seven matrix products.
+    #[default]
+    Split,
+    /// One kernel with five matrix products, as in FlashAttention-2. Its blocks take turns to add to `dq`, in f32.
+    Fused,
 }
 
 impl DeviceKind {

@@ -9,6 +9,7 @@ use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute, 
 
 use super::context::{Context, Stream};
 use super::copies::Copies;
+use super::device_kind::AttentionBackward;
 use super::driver::{Driver, DriverError};
 use super::error::{CudaError, DriverResult, Result};
 use super::group::Group;
@@ -44,6 +45,7 @@ pub struct Gpu {
     products: Option<CublasLt>,
     /// Whether host memory may be registered.
     registers: bool,
+    attention_backward: AttentionBackward,
     pub(super) timeline: Timeline,
 }
 
@@ -138,6 +140,7 @@ impl Gpu {
             search: search.clone(),
             products: None,
             registers: true,
+            attention_backward: AttentionBackward::default(),
             timeline: Timeline::default(),
         })
     }
@@ -164,6 +167,18 @@ impl Gpu {
     pub fn with_host_registration(mut self, registers: bool) -> Self {
         self.registers = registers;
         self
+    }
+
+    /// Selects the kernels of attention's backward.
+    #[must_use]
+    pub fn with_attention_backward(mut self, kernels: AttentionBackward) -> Self {
+        self.attention_backward = kernels;
+        self
+    }
+
+    /// The kernels of attention's backward.
+    pub(super) const fn attention_backward(&self) -> AttentionBackward {
+        self.attention_backward
     }
 
     /// Whether host memory may be registered.

@@ -251,6 +251,7 @@ pub fn cover(of: &KernelList, kind: DeviceKind) -> Cover {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::device_kind::AttentionBackward;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     /// A small GPU without a library.
@@ -258,6 +259,7 @@ mod tests {
         multiprocessors: 8,
         compute_capability: None,
         has_library: false,
+        attention_backward: AttentionBackward::Split,
     };
 
     /// Modules of operations that a run in bf16 with adapters has.

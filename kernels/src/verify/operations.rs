@@ -658,6 +658,8 @@ fn attention(dtype: DType) -> Vec<Check> {
     vec![
         one_attention(dtype, true, 16, [vec![0, 5, 5, 12], vec![0, 9, 11, 20]]),
         one_attention(dtype, false, 20, [vec![0, 7, 12], vec![0, 13, 20]]),
+        // Several tiles of keys.
+        one_attention(dtype, true, 16, [vec![0, 40], vec![0, 300]]),
         // No query, or no key.
         one_attention(dtype, false, 16, [vec![0, 0], vec![0, 20]]),
     ]
@@ -665,14 +667,14 @@ fn attention(dtype: DType) -> Vec<Check> {
 
 fn one_attention(dtype: DType, causal: bool, d: usize, starts: [Vec<usize>; 2]) -> Check {
     let [q_starts, k_starts] = starts;
-    let t = q_starts[q_starts.len() - 1];
+    let [t, s] = [&q_starts, &k_starts].map(|starts| starts[starts.len() - 1]);
     let (h, g) = (4, 2);
     Check::new(
         format!("attention {dtype}, head dim {d}, causal {causal}, {q_starts:?}"),
         [
             float(dtype, &[t, h, d]),
-            float(dtype, &[20, g, d]),
-            float(dtype, &[20, g, d]),
+            float(dtype, &[s, g, d]),
+            float(dtype, &[s, g, d]),
             float(dtype, &[t, h, d]),
         ],
         Compare::Close(dtype),

@@ -1,5 +1,7 @@
 //! The GPUs of a run, as its configuration lists them.
 
+#[cfg(feature = "cuda")]
+use kernels::cuda::device_kind::{AttentionBackward, DeviceKind};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -28,16 +30,23 @@ pub struct RunGpu {
     /// Implementation of matrix products (GEMM) on this GPU.
     #[serde(default)]
     pub products: Products,
+    /// Whether one kernel computes attention's backward on this GPU.
+    #[serde(default)]
+    pub fused_attention_backward: bool,
 }
 
 #[cfg(feature = "cuda")]
 impl RunGpu {
     /// What the choice of kernels depends on.
-    pub(crate) fn kind(&self) -> kernels::cuda::device_kind::DeviceKind {
-        kernels::cuda::device_kind::DeviceKind {
+    pub(crate) fn kind(&self) -> DeviceKind {
+        DeviceKind {
             multiprocessors: self.multiprocessors,
             compute_capability: self.compute_capability,
             has_library: self.products == Products::CublasLt,
+            attention_backward: match self.fused_attention_backward {
+                true => AttentionBackward::Fused,
+                false => AttentionBackward::Split,
+            },
         }
     }
 }

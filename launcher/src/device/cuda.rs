@@ -99,7 +99,12 @@ mod driver {
         };
         let registers = variables.host_register()? == HostRegister::Auto;
         let opened = Gpu::open(gpu.ordinal, &search, Some(cache));
-        let opened = opened.map(|gpu| gpu.with_code(code).with_host_registration(registers));
+        let backward = gpu.kind().attention_backward;
+        let opened = opened.map(|gpu| {
+            gpu.with_code(code)
+                .with_host_registration(registers)
+                .with_attention_backward(backward)
+        });
         // The plan contains scratch memory for the chosen library, so a missing library is an error, not a reason for
         // another.
         let opened = match gpu.products {

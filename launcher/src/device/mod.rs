@@ -147,9 +147,12 @@ impl Chosen {
                 let products = self.gpus.first().map(|gpu| gpu.products);
                 let products =
                     products.map(|by| text!("matrix products by {by}", "矩阵乘法由 {by} 完成"));
+                let fused = self.gpus.iter().find(|gpu| gpu.fused_attention_backward);
+                let fused =
+                    fused.map(|_| both("fused attention backward", "融合的注意力反向传播").into());
                 let mut parts = vec![Text::literal("cuda")];
                 parts.extend(
-                    [self.reason.clone(), self.driver.clone(), products]
+                    [self.reason.clone(), self.driver.clone(), products, fused]
                         .into_iter()
                         .flatten(),
                 );
@@ -334,6 +337,7 @@ pub(crate) fn choose(
     let (cuda, gpus) = devices.survey(variables);
     let findings = survey::gpu_findings(&cuda, &gpus, variables);
     let products = products(&cuda, variables)?;
+    let fused = variables.fused_attention_backward()?;
     let code = variables.gpu_code()?;
     // A wrong value ends the run before its ranks start.
     variables.host_register()?;
@@ -341,7 +345,7 @@ pub(crate) fn choose(
     let usable: Vec<RunGpu> = gpus
         .iter()
         .filter(|gpu| new_enough && findings::is_usable(gpu))
-        .filter_map(|gpu| run_gpu(gpu, products))
+        .filter_map(|gpu| run_gpu(gpu, products, fused))
         .collect();
     if usable.is_empty() {
         return match choice {
@@ -436,7 +440,7 @@ fn products(cuda: &Cuda, variables: &Variables) -> Result<Products, Failure> {
     }
 }
 
-fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
+fn run_gpu(gpu: &Gpu, products: Products, fused: bool) -> Option<RunGpu> {
     let memory_bytes = gpu.memory_bytes?;
     Some(RunGpu {
         ordinal: gpu.ordinal?,
@@ -448,6 +452,7 @@ fn run_gpu(gpu: &Gpu, products: Products) -> Option<RunGpu> {
         free_bytes: gpu.free_bytes.unwrap_or(memory_bytes),
         peers: gpu.peers.clone().unwrap_or_default(),
         products,
+        fused_attention_backward: fused,
     })
 }
 

@@ -231,6 +231,33 @@ fn a_rank_that_sees_one_gpu_has_all_of_its_memory() {
 }
 
 #[test]
+fn the_backward_of_attention_is_fused_by_request() {
+    let machine = with(vec![gpu(0)]);
+    let chosen = |value: Option<&str>| {
+        let name = "TESSERA_ATTENTION_BACKWARD".to_owned();
+        let variable = value.map(|value| (name, OsString::from(value)));
+        choose(
+            DeviceChoice::Cuda,
+            &machine,
+            &variable.into_iter().collect(),
+        )
+    };
+    for (value, fused) in [
+        (None, false),
+        (Some(""), false),
+        (Some("split"), false),
+        (Some("fused"), true),
+    ] {
+        let chosen = chosen(value).expect("chosen");
+        assert_eq!(chosen.gpus[0].fused_attention_backward, fused);
+        let text = shown(&chosen, &config("", &chosen));
+        assert_eq!(text.contains("fused attention backward"), fused, "{text}");
+    }
+    let failure = chosen(Some("flash")).expect_err("no such value");
+    assert_eq!(failure.code.status(), 2);
+}
+
+#[test]
 fn matrix_products_use_the_library_that_is_installed() {
     let mut machine = with(vec![gpu(0)]);
     let products = |machine: &Machine, matmul: Option<&str>| {
@@ -354,13 +381,17 @@ fn an_arena_is_larger_than_its_plan_where_memory_allows() {
 #[cfg(feature = "cuda")]
 #[test]
 fn an_arena_has_room_for_the_largest_block_in_another_order() {
-    use kernels::cuda::{CudaBackend, device_kind::DeviceKind};
+    use kernels::cuda::{
+        CudaBackend,
+        device_kind::{AttentionBackward, DeviceKind},
+    };
     use kernels::{DType, Shape, Tag};
 
     let kind = DeviceKind {
         multiprocessors: 1,
         compute_capability: None,
         has_library: true,
+        attention_backward: AttentionBackward::Split,
     };
     let device = CudaBackend::counting_within(kind, arena_bytes(34 << 20, None));
     let block = |mib: usize| {

@@ -46,6 +46,10 @@ pub const CUDA_LIBS: &str = "TESSERA_CUDA_LIBS";
 /// Environment variable that chooses the implementation of matrix products on GPUs; see [`Matmul`].
 pub const MATMUL: &str = "TESSERA_MATMUL";
 
+/// Environment variable that chooses the kernels of attention's backward on GPUs; see
+/// [`Variables::fused_attention_backward`].
+pub const ATTENTION_BACKWARD: &str = "TESSERA_ATTENTION_BACKWARD";
+
 /// Environment variable that chooses the machine code of the GPU kernels; see [`GpuCode`].
 pub const GPU_CODE: &str = "TESSERA_CUDA_ARCH";
 
@@ -398,6 +402,21 @@ impl Variables {
     /// As [`Matmul::from_lookup`].
     pub fn matmul(&self) -> Result<Matmul, Failure> {
         Matmul::from_lookup(&|name| self.get(name).map(ToOwned::to_owned))
+    }
+
+    /// Whether the variable [`ATTENTION_BACKWARD`] chooses one kernel for attention's backward on GPUs: `fused` instead of
+    /// `split`, which is the default.
+    ///
+    /// # Errors
+    /// The variable has an invalid value (exit 2).
+    pub fn fused_attention_backward(&self) -> Result<bool, Failure> {
+        let lookup = |name: &str| self.get(name).map(ToOwned::to_owned);
+        let values = [("split", false), ("fused", true)];
+        let unset = both(
+            "attention's backward has a kernel for queries and one for keys and values",
+            "注意力的反向传播中，查询用一个内核，键和值用另一个内核",
+        );
+        Ok(choice(&lookup, ATTENTION_BACKWARD, &values, unset)?.unwrap_or(false))
     }
 
     /// How frozen host weights are copied to GPUs by the variable [`HOST_REGISTER`]; [`HostRegister::Auto`] if it is not set.

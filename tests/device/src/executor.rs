@@ -15,7 +15,7 @@ use kernels::DeviceSpan;
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::graphs::{self, Graphs, Mode, Replaying};
 use kernels::cuda::backend::{Cause, Event, Executor, Take, Upload};
-use kernels::cuda::device_kind::DeviceKind;
+use kernels::cuda::device_kind::{AttentionBackward, DeviceKind};
 use kernels::cuda::launch::{Address, Launch};
 use kernels::cuda::matmul::Multiply;
 
@@ -85,6 +85,7 @@ impl Library {
                 Self::Adapts | Self::Refuses => Some((9, 0)),
             },
             has_library: !matches!(self, Self::Absent),
+            attention_backward: AttentionBackward::Split,
         }
     }
 }
@@ -94,6 +95,7 @@ impl Library {
 pub struct EmulatedGpu {
     state: Mutex<State>,
     library: Library,
+    attention_backward: AttentionBackward,
     crossing: Option<Arc<Crossing>>,
 }
 
@@ -439,6 +441,7 @@ impl EmulatedGpu {
         Self {
             state: Mutex::new(state),
             library: Library::Absent,
+            attention_backward: AttentionBackward::Split,
             crossing: None,
         }
     }
@@ -454,6 +457,13 @@ impl EmulatedGpu {
     #[must_use]
     pub fn with_library(mut self, library: Library) -> Self {
         self.library = library;
+        self
+    }
+
+    /// The same machine with these kernels of attention's backward.
+    #[must_use]
+    pub fn with_attention_backward(mut self, kernels: AttentionBackward) -> Self {
+        self.attention_backward = kernels;
         self
     }
 
@@ -505,7 +515,10 @@ fn commands(event: &Event) -> Result<u64, Cause> {
 // SAFETY: buffers live as long as the machine. Commands run in order, an upload as the trait documents.
 unsafe impl Executor for EmulatedGpu {
     fn kind(&self) -> DeviceKind {
-        self.library.kind()
+        DeviceKind {
+            attention_backward: self.attention_backward,
+            ..self.library.kind()
+        }
     }
 
     fn allocate(&self, bytes: u64) -> Result<Address, Cause> {

@@ -15,7 +15,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context, Result};
 use kernels::DType;
-use kernels::cuda::device_kind::DeviceKind;
+use kernels::cuda::device_kind::{AttentionBackward, DeviceKind};
 use kernels::cuda::module::Module;
 use kernels::cuda::nvrtc::Compiler;
 use kernels::cuda::ops::{attention, product};
@@ -89,6 +89,7 @@ impl Card {
             multiprocessors: 1,
             compute_capability: Some(self.capability),
             has_library: false,
+            attention_backward: AttentionBackward::Split,
         };
         kind.shared_bytes()
     }

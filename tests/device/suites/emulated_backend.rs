@@ -7,12 +7,14 @@ use device_tests::executor::{
 use device_tests::numbers::bytes;
 use device_tests::random::Operands;
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::Executor as _;
 use kernels::cuda::backend::LossCuts;
 use kernels::cuda::backend::graphs::Mode;
+use kernels::cuda::device_kind::AttentionBackward;
 use kernels::{
-    AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout, Backend,
-    CpuBackend, DType, KernelError, MatmulArgs, MetaBackend, Shape, SumPart, Tag, Tensor,
-    Transpose,
+    AdaptedLayer, AdaptedLinearArgs, AdaptedLinearGradArgs, AdapterArgs, AdapterDropout,
+    AttentionArgs, Backend, CpuBackend, DType, KernelError, MatmulArgs, MetaBackend, Shape,
+    SumPart, Tag, Tensor, Transpose,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -106,6 +108,53 @@ fn operations_agree_with_the_cpu_through_a_library() -> kernels::Result<()> {
     let gpu = Arc::new(gpu);
     run_on(&CudaBackend::new(gpu.clone(), ARENA_BYTES)?, 0, 1)?;
     assert!(gpu.multiplied() > 50, "{} products", gpu.multiplied());
+    Ok(())
+}
+
+/// Attention with the fused backward. Its scratch memory, of several tiles of keys, is what the plan's executor counts, and
+/// not that of the split backward.
+#[test]
+fn the_fused_backward_of_attention_agrees_with_the_cpu() -> kernels::Result<()> {
+    let gpu = |backward| EmulatedGpu::new(Order::Ascending).with_attention_backward(backward);
+    let device = CudaBackend::new(Arc::new(gpu(AttentionBackward::Fused)), ARENA_BYTES)?;
+    let checks = kernels::verify::all();
+    let attention = checks
+        .iter()
+        .filter(|check| check.name.starts_with("attention"));
+    for check in attention {
+        check
+            .run(&device)
+            .unwrap_or_else(|error| panic!("{}: {error}", check.name));
+    }
+    let peak = |backward| -> kernels::Result<u64> {
+        let gpu = gpu(backward);
+        let counting = CudaBackend::counting(gpu.kind());
+        let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?;
+        attention_backward(&device)?;
+        attention_backward(&counting)?;
+        let [ran, planned] = [device, counting].map(|device| device.pool().stats().peak);
+        assert_eq!(ran, planned);
+        Ok(planned)
+    };
+    assert!(peak(AttentionBackward::Fused)? > peak(AttentionBackward::Split)?);
+    Ok(())
+}
+
+/// A backward of attention in bf16 with three tiles of keys.
+fn attention_backward(device: &CudaBackend) -> kernels::Result<()> {
+    let zeros = |rows| device.zeros(Shape::new(&[rows, 2, 64]), DType::BF16, Tag::Activations);
+    let (q, k) = (zeros(300)?, zeros(300)?);
+    let args = AttentionArgs {
+        q: &q,
+        k: &k,
+        v: &k,
+        q_starts: &[0, 300],
+        k_starts: &[0, 300],
+        causal: true,
+        scale: 0.125,
+    };
+    let saved = device.attention(args)?;
+    device.attention_backward(args, &saved, &q)?;
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! Bugs inserted into correct kernels. The emulator must report each of them.
 
 use anyhow::Result;
+use device_tests::cases::attention::check_turns;
 use device_tests::emulator::{Emulator, Order};
 use device_tests::machine::Machine as _;
 use device_tests::seeded::{GEMM, SUM, check_gemm, check_sum};
@@ -241,6 +242,57 @@ fn races_between_blocks_are_reported() {
         "i < n; i += gridDim",
         "i <= n; i += gridDim",
         "a read of 4 bytes",
+    );
+}
+
+/// The blocks of the fused attention backward add to `dq` in turns.
+#[test]
+fn broken_turns_are_reported() {
+    let fused = include_str!("../../../kernels/src/cuda/source/attention.cu");
+    let orders = [Order::Ascending, Order::Descending, Order::Random(5)];
+    for order in orders {
+        check_turns(&mut Emulator::new(order), fused).unwrap();
+    }
+    let check = |machine: &mut Emulator, text: &str| check_turns(machine, text);
+    let caught_all =
+        |replacements: &[(&str, &str)], words| reported(fused, check, replacements, words);
+    let caught = |from, to, words| caught_all(&[(from, to)], words);
+    let unordered = "without a fence and a counter after the write by another block";
+    // The loop alone would not be missed: blocks run one after the other here, so the first read sees the turn.
+    let wait = "while (turns_taken != (u32)tile[1])";
+    let read = "turns_taken = thread == 0 && !is_first ? load_volatile(turns + turn) : 0;";
+    caught_all(
+        &[(read, "turns_taken = 0;"), (wait, "while (false)")],
+        unordered,
+    );
+    caught(
+        "if (added_to) atomic_increment(turns + added_to);",
+        "",
+        "volatile loads",
+    );
+    caught("(u32)tile[1])", "(u32)tile[1] + 1)", "volatile loads");
+    let fence = "device_fence();\n        if (added_to)";
+    caught(fence, "if (added_to)", unordered);
+    let last = "device_fence();\n      atomic_increment(turns + added_to);";
+    caught(last, "atomic_increment(turns + added_to);", unordered);
+    // Tickets that begin with the last tile of keys.
+    let pair = "all.tiles + 2 * (ticket / heads_of_tile)";
+    let reversed = "all.tiles + 2 * ((int)gridDim.x / heads_of_tile - 1 - ticket / heads_of_tile)";
+    caught(pair, reversed, "volatile loads");
+    // Turns by the number of the block, which runs in any order.
+    let ticket = "const int ticket = (int)*(u32*)statistics";
+    let caught_in = |order, words: &str| {
+        let text = fused.replace(ticket, "const int ticket = (int)blockIdx.x");
+        let report = check_turns(&mut Emulator::new(order), &text).expect_err("the order");
+        assert!(format!("{report:#}").contains(words), "{report:#}");
+    };
+    caught_in(Order::Descending, "volatile loads");
+    // The first tile of keys stores its sum over what the memory contained.
+    caught("is_first = block_key == 0", "is_first = false", "");
+    caught(
+        "is_last = block_key + KEYS >= visible",
+        "is_last = false",
+        "",
     );
 }
 

@@ -219,6 +219,7 @@ impl GroupExecutor for Nowhere {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::device_kind::AttentionBackward;
     use crate::cuda::module::Family;
     use crate::{Backend, DType, Shape, Tag};
 
@@ -228,6 +229,7 @@ mod tests {
             multiprocessors: 2,
             compute_capability: None,
             has_library: false,
+            attention_backward: AttentionBackward::Split,
         });
         assert!(device.launched().modules.is_empty());
         let shape = Shape::new(&[4, 8]);

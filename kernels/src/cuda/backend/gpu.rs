@@ -29,6 +29,7 @@ unsafe impl Executor for Gpu {
             multiprocessors: facts.multiprocessors,
             compute_capability: Some(facts.compute_capability),
             has_library: self.products().is_some(),
+            attention_backward: self.attention_backward(),
         }
     }
 

@@ -636,6 +636,7 @@ impl<E: Graphs> PeerExecutor for Replaying<E> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::device_kind::AttentionBackward;
     use std::sync::atomic::AtomicU64;
     use std::sync::{OnceLock, Weak};
 
@@ -654,6 +655,7 @@ mod tests {
                 multiprocessors: 1,
                 compute_capability: None,
                 has_library: false,
+                attention_backward: AttentionBackward::Split,
             }
         }
 

@@ -777,6 +777,7 @@ impl CudaBackend {
             scale: args.scale,
             multiprocessors: self.executor.multiprocessors(),
             shared_bytes: self.executor.kind().shared_bytes(),
+            backward: self.executor.kind().attention_backward,
         });
         let Some(plan) = plan else {
             return Err(KernelError::Shape {

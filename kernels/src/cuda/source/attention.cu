@@ -75,17 +75,19 @@ DEVICE int lane_index() { return threadIdx.x & 31; }
 // Taken from lane 0: the compiler then knows that branches on it do not divide the warp.
 DEVICE int warp_index() { return (int)shuffle((u32)threadIdx.x >> 5, 0); }
 
-// The part of a thread in copies from global to shared memory: one piece of every STEP-th row of a head.
-struct Copy {
-  static constexpr int STEP = THREADS / PIECES;
+// The part of a thread in copies from global to shared memory by COUNT threads: one piece of every STEP-th row of a
+// head.
+template <int COUNT>
+struct CopyBy {
+  static constexpr int STEP = COUNT / PIECES;
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "no row of TUNING");
   static_assert(!SWIZZLED || STEP % 8 == 0, "the swizzle repeats from step to step");
-  static constexpr bool ALL_THREADS = THREADS % PIECES == 0;
+  static constexpr bool ALL_THREADS = COUNT % PIECES == 0;
   int row;
   u32 stride, shared, global;
 
   // A head of a tensor [rows, heads, HEAD_DIM].
-  DEVICE Copy(int head, int heads)
+  DEVICE CopyBy(int head, int heads)
       : row(threadIdx.x / PIECES),
         stride(heads * HEAD_DIM),
         shared(place(row, threadIdx.x % PIECES)),
@@ -104,6 +106,7 @@ struct Copy {
     }
   }
 };
+typedef CopyBy<THREADS> Copy;
 
 // Stores the rows of this warp, 16 bytes a lane.
 template <int ROWS>
@@ -666,4 +669,234 @@ KERNEL(THREADS, 8) sum_parts(const float* dk_parts, const float* dv_parts, u16* 
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
   *(uint2*)(to + at) = make_uint2(T::narrow_pair(sum.x, sum.y), T::narrow_pair(sum.z, sum.w));
+}
+
+// ---- backward with five products
+
+// One kernel instead of gradient_q and gradient_kv (Dao, FlashAttention-2): a block has 128 keys of one key/value head
+// (or of a part of its query heads) and walks tiles of queries from the last one down. Warp w has keys 16 w..16 w + 16:
+// it makes p and ds [keys, queries] once, adds p dout to dv and ds q to dk in registers, and stores ds. All warps then
+// make dq = ds^T k of the tile.
+//
+// Blocks that share a tile of queries add to dq in f32, each in its turn: tile of keys i is the i-th. A tile of queries
+// sees the tiles of keys from 0 on, so its word of `turns` counts those that have added. The first one stores its sum,
+// the last one rounds it to `dq`; where one tile has all keys, no sum is stored. Blocks take tickets: one waits only
+// for earlier tickets, whose blocks run already, in whatever order a GPU starts blocks.
+constexpr int FUSED_THREADS = 256, FUSED_KEYS = 128;
+// Queries of a tile: as many as 99 KB of shared memory and 255 registers hold.
+constexpr int FUSED_ROWS = HEAD_DIM <= 80 ? 64 : 32;
+
+// Words of `words` become zero.
+KERNEL(FUSED_THREADS, 1) clear_words(u32* words, u64 n) {
+  const u64 at = (u64)blockIdx.x * FUSED_THREADS + threadIdx.x;
+  if (at < n) words[at] = 0;
+}
+
+// What `gradients` writes. dq_sums: [t, h, d]. dk_parts, dv_parts, part_stride: as for gradient_kv. turns: zeros, the
+// ticket and then one word per tile of queries and head; the tiles of sequence i begin at q_starts[i] / FUSED_ROWS + i.
+struct Gradients {
+  u16 *dq, *dk, *dv;
+  float *dq_sums, *dk_parts, *dv_parts;
+  u32* turns;
+  u64 part_stride;
+  typedef List<u16*, u16*, u16*, float*, float*, float*, u32*, u64> Members;
+};
+
+// One block per pair of tiles, key/value head and part; pairs of one sequence ascend.
+KERNEL(FUSED_THREADS, 1)
+gradients(const u16* q, const u16* k, const u16* v, const u16* dout, const float* lse, const float* delta, Gradients to,
+          Sequences all, int parts) {
+  SHARED_MEMORY(memory);
+  const int heads = all.heads, kv_heads = all.kv_heads, causal = all.causal;
+  const float scale = all.scale;
+  u16* const dq = to.dq;
+  float* const dq_sums = to.dq_sums;
+  u32* const turns = to.turns;
+  constexpr int KEYS = FUSED_KEYS, ROWS = FUSED_ROWS, N = ROWS / 8, STAGE = ROWS * PITCH;
+  // Pairs of pieces of dq, and how many of them a warp makes for 16 queries.
+  constexpr int PAIRS = (PIECES + 1) / 2, GROUPS = 8 * 16 / ROWS, OWN = (PAIRS + GROUPS - 1) / GROUPS;
+  // Shared memory: keys, values, two stages of queries, gradients of outputs, ds, two stages of (lse, delta).
+  const u32 shared_k = shared_address(memory), shared_v = shared_k + KEYS * PITCH, shared_q = shared_v + KEYS * PITCH;
+  const u32 shared_dout = shared_q + 2 * STAGE, shared_ds = shared_dout + STAGE;
+  u8* const stored_ds = memory + 2 * KEYS * PITCH + 3 * STAGE;
+  float* const statistics = (float*)(stored_ds + KEYS * ROWS * 2);
+  const int warp = warp_index(), lane = lane_index(), thread = threadIdx.x;
+
+  if (thread == 0) *(u32*)statistics = atomic_increment(turns);
+  block_barrier();
+  const int ticket = (int)*(u32*)statistics, heads_of_tile = kv_heads * parts;
+  block_barrier();
+  const int* tile = all.tiles + 2 * (ticket / heads_of_tile);
+  const int part = ticket % heads_of_tile % parts, kv_head = ticket % heads_of_tile / parts, group = heads / kv_heads;
+  const Sequence sequence = all.at(tile[0]);
+  const int block_key = tile[1] * KEYS, key = block_key + warp * 16;
+
+  const int first_seeing = causal ? block_key + sequence.queries - sequence.keys : 0;
+  const int first = first_seeing < 0 ? 0 : first_seeing / ROWS * ROWS;
+  const int last = (sequence.queries - 1) / ROWS * ROWS;
+  int head = kv_head * group + part * group / parts;
+  const int last_head = kv_head * group + (part + 1) * group / parts;
+  CopyBy<FUSED_THREADS> copy_q(head, heads);
+  auto copy_queries = [&](u32 to, const u16* tensor, int query) {
+    copy_q.rows<ROWS>(to, tensor, sequence.q_start + query, sequence.queries - query);
+    copy_async_commit();
+  };
+  // Of the first 2 ROWS threads one half fetches lse, the other delta.
+  auto statistic = [&](int head, int query) {
+    const int at = query + thread % ROWS;
+    const bool inside = at < sequence.queries, is_lse = thread < ROWS;
+    const i64 from = (i64)(sequence.q_start + at) * heads + head;
+    if (thread >= 2 * ROWS) return 0.0f;
+    return is_lse ? (inside ? exponent_base(lse[from]) : -minus_infinity()) : (inside ? delta[from] : 0.0f);
+  };
+
+  float dk_sum[1][PIECES][4], dv_sum[1][PIECES][4];
+  clear(dk_sum);
+  clear(dv_sum);
+  if (sequence.queries > 0) {
+    const CopyBy<FUSED_THREADS> copy_k(kv_head, kv_heads);
+    copy_k.rows<KEYS>(shared_k, k, sequence.k_start + block_key, sequence.keys - block_key);
+    copy_k.rows<KEYS>(shared_v, v, sequence.k_start + block_key, sequence.keys - block_key);
+    copy_queries(shared_q, q, last);
+    copy_queries(shared_dout, dout, last);
+    if (thread < 2 * ROWS) statistics[thread] = statistic(head, last);
+    const u32 warp_k = shared_k + warp * 16 * PITCH, warp_v = shared_v + warp * 16 * PITCH;
+    const float factor = scale * LOG2_E;
+    int query = last, stage = 0;
+    u32 added_to = 0;  // the turns of the tile before, if other blocks wait for them
+    Left<1> left;
+    while (head < last_head) {
+      copy_async_wait<0>();
+      block_barrier();
+      int next_head = head, next_query = query - ROWS;
+      if (next_query < first) {
+        next_head++, next_query = last;
+        copy_q.global += HEAD_DIM;
+      }
+      const bool has_next = next_head < last_head;
+      float next_statistic = 0.0f;
+      if (has_next) {
+        copy_queries(shared_q + (stage ^ 1) * STAGE, q, next_query);
+        next_statistic = statistic(next_head, next_query);
+      }
+      const u32 rows_q = shared_q + stage * STAGE;
+      // Keys that the last query of the tile sees.
+      const int visible = sequence.visible(smaller(query + ROWS, sequence.queries) - 1);
+      const u32 turn = 1 + (sequence.q_start / ROWS + tile[0] + query / ROWS) * heads + head;
+      const bool is_first = block_key == 0, is_last = block_key + KEYS >= visible;
+      // Read early: it arrives during the products.
+      u32 turns_taken = thread == 0 && !is_first ? load_volatile(turns + turn) : 0;
+      u32 ds[1][N / 2][4] = {};
+      if (key < visible) {
+        const float* base = statistics + stage * 2 * ROWS + lane % 4 * 2;
+        float s[1][N][4], dp[1][N][4];
+        u32 p[1][N / 2][4];
+        product<0>(s, left, warp_k, rows_q);
+        const int offset = causal ? query + 1 + sequence.keys - sequence.queries : sequence.keys;
+        if (key + 16 > smaller(offset, sequence.keys)) {
+          UNROLL for (int n = 0; n < N; n++)
+            UNROLL for (int i = 0; i < 4; i++)
+              if (key + i / 2 * 8 + lane / 4 >= (causal ? offset + n * 8 + lane % 4 * 2 + i % 2 : offset))
+                s[0][n][i] = minus_infinity();
+        }
+        UNROLL for (int n = 0; n < N; n++) {
+          const float2 b = *(const float2*)(base + n * 8);
+          UNROLL for (int i = 0; i < 4; i++) s[0][n][i] = exp2_approx(fmaf(s[0][n][i], factor, i % 2 ? -b.y : -b.x));
+        }
+        narrow(p, s);
+        product<0>(dp, left, warp_v, shared_dout);
+        UNROLL for (int n = 0; n < N; n++) {
+          const float2 mean = *(const float2*)(base + ROWS + n * 8);
+          UNROLL for (int i = 0; i < 4; i++) s[0][n][i] *= dp[0][n][i] - (i % 2 ? mean.y : mean.x);
+        }
+        narrow(ds, s);
+        accumulate(dv_sum, p, shared_dout);
+      }
+      UNROLL for (int n = 0; n < N; n++)
+        UNROLL for (int half = 0; half < 2; half++)
+          *(u32*)(stored_ds + chunk_offset<N>(warp * 16 + half * 8 + lane / 4, n) + lane % 4 * 4) =
+              ds[0][n / 2][n % 2 * 2 + half];
+      // One fence for both: it follows the turns before this one, and what this block added to the tile before.
+      if (thread == 0 && (!is_first || added_to)) {
+        while (turns_taken != (u32)tile[1]) turns_taken = load_volatile(turns + turn);
+        device_fence();
+        if (added_to) atomic_increment(turns + added_to);
+      }
+      block_barrier();
+      if (has_next) {
+        copy_queries(shared_dout, dout, next_query);
+        if (thread < 2 * ROWS) statistics[(stage ^ 1) * 2 * ROWS + thread] = next_statistic;
+      }
+      // This warp's part of dq: 16 queries, the pairs of pieces from `pair` on. Those behind the row are not stored.
+      const int warp_row = warp % (ROWS / 16) * 16, pair = warp / (ROWS / 16) * OWN;
+      float o[2 * OWN][4];
+      UNROLL for (int n = 0; n < 2 * OWN; n++)
+        UNROLL for (int i = 0; i < 4; i++) o[n][i] = 0.0f;
+      const u32 left_ds = shared_ds + chunk_offset<N>(lane % 8 + lane / 16 * 8, warp_row / 8 + lane / 8 % 2);
+      UNROLL for (int step = 0; step < KEYS / 16; step++) {
+        u32 a[4];
+        load_matrix_x4_transposed(a, left_ds + step * 16 * ROWS * 2);
+        UNROLL for (int i = 0; i < OWN; i++) {
+          u32 b[4];
+          load_matrix_x4_transposed(b, right_of(shared_k + lane_of_left(), 2 * (pair + i)) + step * 16 * PITCH);
+          T::mma(o[2 * i], a, b[0], b[1]);
+          T::mma(o[2 * i + 1], a, b[2], b[3]);
+        }
+      }
+      // What earlier blocks added arrives during the product for dk.
+      uint2 before[2][2 * OWN];
+      const int row = query + warp_row + lane / 4, rows_left = sequence.queries - row, pieces_left = PIECES - 2 * pair;
+      const u32 at = ((u32)(sequence.q_start + row) * heads + head) * HEAD_DIM + pair * 16 + lane % 4 * 2;
+      const u32 half_stride = 8 * heads * HEAD_DIM;
+      UNROLL for (int half = 0; half < 2; half++)
+        UNROLL for (int n = 0; n < 2 * OWN; n++) {
+          before[half][n] = make_uint2(0, 0);
+          if (!is_first && half * 8 < rows_left && n < pieces_left)
+            before[half][n] = load_streaming((const uint2*)(dq_sums + at + half * half_stride + n * 8));
+        }
+      if (key < visible) accumulate(dk_sum, ds, rows_q);
+      UNROLL for (int half = 0; half < 2; half++)
+        UNROLL for (int n = 0; n < 2 * OWN; n++) {
+          if (half * 8 >= rows_left || n >= pieces_left) continue;
+          const float x = float_of_bits(before[half][n].x) + o[n][2 * half];
+          const float y = float_of_bits(before[half][n].y) + o[n][2 * half + 1];
+          const u32 place = at + half * half_stride + n * 8;
+          if (is_last)
+            *(u32*)(dq + place) = T::narrow_pair(x * scale, y * scale);
+          else
+            *(float2*)(dq_sums + place) = make_float2(x, y);
+        }
+      added_to = is_last ? 0 : turn;
+      head = next_head, query = next_query, stage ^= 1;
+    }
+    block_barrier();
+    if (thread == 0 && added_to) {
+      device_fence();
+      atomic_increment(turns + added_to);
+    }
+  }
+
+  const int valid = sequence.keys - key;
+  const i64 first_row = ((i64)(sequence.k_start + key) * kv_heads + kv_head) * HEAD_DIM;
+  const float factors[2] = {scale, 1.0f};
+  UNROLL for (int which = 0; which < 2; which++) {
+    const float(&sum)[1][PIECES][4] = which ? dv_sum : dk_sum;
+    if (parts == 1) {
+      const float factor[1][2] = {{factors[which], factors[which]}};
+      u8* staged = memory + (which * KEYS + warp * 16) * PITCH;
+      stage_rows(staged, sum, factor);
+      warp_barrier();
+      store_rows<16>((which ? to.dv : to.dk) + first_row, staged, kv_heads * HEAD_DIM, valid);
+    } else {
+      float* const sums = (which ? to.dv_parts : to.dk_parts) + part * to.part_stride + first_row + lane % 4 * 2;
+      UNROLL for (int half = 0; half < 2; half++) {
+        const int row = half * 8 + lane / 4;
+        if (row < valid) {
+          UNROLL for (int n = 0; n < PIECES; n++)
+            *(float2*)(sums + (i64)row * kv_heads * HEAD_DIM + n * 8) =
+                make_float2(sum[0][n][2 * half] * factors[which], sum[0][n][2 * half + 1] * factors[which]);
+        }
+      }
+    }
+  }
 }

@@ -179,7 +179,8 @@ fn configuration(
     let chosen = match args.hw {
         // The backend plans for described GPUs as for real ones.
         Some(hardware) if choice == DeviceChoice::Cuda => {
-            described(hardware, run.collectives == Some(Collectives::Ipc))
+            let fused = Variables::read().fused_attention_backward()?;
+            described(hardware, run.collectives == Some(Collectives::Ipc), fused)
         }
         Some(_) => Chosen::cpu(),
         None => device::choose(choice, devices, &Variables::read())?,
@@ -191,7 +192,7 @@ fn configuration(
 }
 
 /// GPUs of a described machine. With `linked` all have peer access to each other.
-fn described(hardware: Hardware, linked: bool) -> Chosen {
+fn described(hardware: Hardware, linked: bool, fused: bool) -> Chosen {
     let count = u32::try_from(hardware.devices).unwrap_or(u32::MAX);
     let others = |ordinal| (0..count).filter(move |other| *other != ordinal);
     let gpu = |ordinal| RunGpu {
@@ -209,6 +210,7 @@ fn described(hardware: Hardware, linked: bool) -> Chosen {
         },
         // cuBLASLt needs more scratch memory than the own kernels.
         products: Products::CublasLt,
+        fused_attention_backward: fused,
     };
     Chosen::described((0..count).map(gpu).collect())
 }

@@ -525,6 +525,7 @@ mod tests {
             free_bytes: 4 << 20,
             peers: Vec::new(),
             products: Products::CublasLt,
+            fused_attention_backward: false,
         }];
         let run = verdict().applied(config.clone());
         assert_eq!(run.gpus[0].products, Products::Own);

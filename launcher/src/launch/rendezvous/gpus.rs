@@ -55,6 +55,7 @@ mod tests {
             free_bytes: 23 << 30,
             peers: Vec::new(),
             products: Products::Own,
+            fused_attention_backward: false,
         };
         let words = ["--nproc", "4"].map(str::to_owned);
         let Ok(Command::Train { args, .. }) = cli::parse(&words) else {

@@ -24,6 +24,7 @@ const C_LIBRARY: &str = "C library";
 const INSTRUCTIONS: &str = "instruction sets";
 const NVRTC: &str = "NVRTC";
 const PRODUCTS: &str = "matrix products";
+const ATTENTION_BACKWARD: &str = "attention backward";
 const DRIVER: &str = "GPU driver";
 const GPU: &str = "GPU";
 const COMPUTE_CAPABILITY: &str = "compute capability";
@@ -78,6 +79,11 @@ impl Machine {
             let gpu = gpus.iter().find(|gpu| gpu.ordinal == ordinal);
             machine.add_gpu(&cuda, gpu, env.has_peers_elsewhere());
             machine.add_products(&cuda, products);
+            let backward = match own.is_some_and(|gpu| gpu.fused_attention_backward) {
+                true => "fused",
+                false => "split",
+            };
+            machine.add(ATTENTION_BACKWARD, backward, Concern::Results);
         }
         machine
     }
@@ -274,6 +280,7 @@ fn property(name: &str) -> Text {
         C_LIBRARY => "C 库",
         INSTRUCTIONS => "指令集",
         PRODUCTS => "矩阵乘法",
+        ATTENTION_BACKWARD => "注意力的反向传播",
         DRIVER => "GPU 驱动",
         COMPUTE_CAPABILITY => "计算能力",
         #[cfg(feature = "mpi")]
@@ -296,6 +303,10 @@ fn remedy(name: &str) -> Both {
         PRODUCTS => both(
             "use the same cuBLASLt on every machine, or TESSERA_MATMUL=own on all: the kernels of this program then compute matrix products",
             "请在每台机器上使用相同的 cuBLASLt，或在所有机器上设置 TESSERA_MATMUL=own：矩阵乘法改由本程序的内核计算",
+        ),
+        ATTENTION_BACKWARD => both(
+            "set TESSERA_ATTENTION_BACKWARD on every machine, or on none",
+            "请在每台机器上都设置 TESSERA_ATTENTION_BACKWARD，或都不设置",
         ),
         COMPUTE_CAPABILITY => both(
             "use machines with GPUs of one generation, or --device cpu on all",
@@ -438,6 +449,20 @@ mod tests {
             assert!(failure.title.contains(PRODUCTS), "{failure}");
             assert!(failure.next[0].contains("TESSERA_MATMUL"), "{failure}");
         }
+    }
+
+    #[test]
+    fn other_kernels_of_the_attention_backward_are_refused() {
+        let with = |kernels: &str| {
+            let mut machine = plain("gpu02");
+            machine.add(ATTENTION_BACKWARD, kernels, Concern::Results);
+            machine
+        };
+        let equal = judge(&[with("fused"), with("fused")]).expect("equal");
+        assert_eq!(equal.len(), 0);
+        let failure = judge(&[with("fused"), with("split")]).expect_err("differs");
+        let next = &failure.next[0];
+        assert!(next.contains("TESSERA_ATTENTION_BACKWARD"), "{failure}");
     }
 
     fn plain(host: &str) -> Machine {

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use device_tests::emulator::Order;
-use device_tests::executor::{Library, emulated_backend_with};
+use device_tests::executor::{EmulatedGpu, Library, emulated_backend_with};
 use engine::{DryRun, ParamAccess, PassKind, Precision, Tier, Zero};
 use kernels::cuda::CudaBackend;
+use kernels::cuda::backend::Executor as _;
 use kernels::cuda::backend::STRETCH_ROWS;
+use kernels::cuda::device_kind::AttentionBackward;
 use kernels::{Backend, PoolStats};
 use models::autograd::Tape;
 use models::data::EncodedSample;
@@ -53,6 +55,9 @@ fn passes(
 #[derive(Clone, Copy)]
 struct Also {
     library: Library,
+    /// Kernels of attention's backward.
+    backward: AttentionBackward,
+    tokens: usize,
     adapters: bool,
     /// Whether the weights beside adapters are quantized.
     quantized: bool,
@@ -65,6 +70,8 @@ struct Also {
 
 const PLAIN: Also = Also {
     library: Library::Absent,
+    backward: AttentionBackward::Split,
+    tokens: TOKENS,
     adapters: false,
     quantized: false,
     again: false,
@@ -85,6 +92,8 @@ fn agree_with(
 ) -> Result<()> {
     let Also {
         library,
+        backward,
+        tokens,
         adapters,
         quantized,
         again,
@@ -98,15 +107,17 @@ fn agree_with(
     };
     let model = open_model(&dir, options)?;
     let plan = setup::plan(&*model, precision, activation, weights, again)?;
-    let sample = setup::sample(&dir, TOKENS, MOST_TOKENS)?;
-    let text = setup::text_sample(&dir, TOKENS)?;
+    let sample = setup::sample(&dir, tokens, MOST_TOKENS.max(tokens))?;
+    let text = setup::text_sample(&dir, tokens)?;
     let prompt = Prompt {
         input: SampleInput::from(&sample),
         index: 0,
         max_new_tokens: ANSWER_TOKENS,
     };
 
-    let counting = CudaBackend::counting(library.kind()).with_stretch(stretch);
+    let gpu = EmulatedGpu::new(Order::Ascending).with_library(library);
+    let gpu = gpu.with_attention_backward(backward);
+    let counting = CudaBackend::counting(gpu.kind()).with_stretch(stretch);
     let dry_run = DryRun::on_discrete_device(
         plan.clone(),
         Arc::new(AdamW::default()),
@@ -120,8 +131,7 @@ fn agree_with(
     dry_run_answers(&*model, &*dry_run, &[prompt], tile, &begin, &end)?;
     let planned = [trained, counting.pool().stats()];
 
-    let device = emulated_backend_with(ARENA_BYTES, Order::Ascending, library)?;
-    let device = device.with_stretch(stretch);
+    let device = CudaBackend::new(Arc::new(gpu), ARENA_BYTES)?.with_stretch(stretch);
     let zero = setup::loaded(&dir, &*model, plan, Arc::new(device.clone()))?;
     passes(&zero, &*model, &sample, tile)?;
     passes(&zero, &*model, &text, tile)?;
@@ -323,6 +333,18 @@ fn adapters_of_shared_inputs_take_the_planned_memory() -> Result<()> {
         agree_with(family, Precision::Bf16, Tier::Device, Weights::Leased, also)?;
     }
     Ok(())
+}
+
+/// The fused backward of attention sums `dq` of two tiles of keys in scratch memory.
+#[test]
+fn minicpm_with_the_fused_backward_of_attention_takes_the_planned_memory() -> Result<()> {
+    let also = Also {
+        backward: AttentionBackward::Fused,
+        tokens: 160,
+        ..PLAIN
+    };
+    let (precision, tier) = (Precision::Bf16, Tier::Device);
+    agree_with("minicpm-v-2_6", precision, tier, Weights::Leased, also)
 }
 
 /// Recomputed layer inputs, including those loaded back from the host first.

@@ -15,6 +15,7 @@ use engine::{ParamId, PassKind, Precision, Tier};
 use kernels::cuda::CudaBackend;
 use kernels::cuda::backend::STRETCH_ROWS;
 use kernels::cuda::backend::graphs::Mode;
+use kernels::cuda::device_kind::AttentionBackward;
 use kernels::{Backend, CpuBackend, DType};
 use models::autograd::{Dropout, Tape};
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
@@ -77,6 +78,10 @@ pub struct How {
     /// Whether adapters train beside quantized weights.
     pub quantized: bool,
     pub library: Library,
+    /// Kernels of attention's backward.
+    pub backward: AttentionBackward,
+    /// Tokens of a sample, beside those of its image where they are few.
+    pub tokens: usize,
     /// Whether each segment's recompute is compared with its first run, for which the host waits.
     pub check: bool,
     /// Whether runs of commands are replayed as graphs.
@@ -91,8 +96,6 @@ pub struct How {
     pub tile: Option<NonZeroUsize>,
     /// Rows of a stretch of the feed-forward layers on the GPU.
     pub stretch: usize,
-    /// Tokens of a sample after its image, at least.
-    pub tokens: usize,
 }
 
 impl How {
@@ -107,6 +110,8 @@ impl How {
             dropout: 0.0,
             quantized: false,
             library: Library::Absent,
+            backward: AttentionBackward::Split,
+            tokens: TOKENS,
             check: true,
             graphs: None,
             passes: 2,
@@ -115,7 +120,6 @@ impl How {
             max_grad_norm: None,
             tile: None,
             stretch: STRETCH_ROWS,
-            tokens: TOKENS,
         }
     }
 }
@@ -317,7 +321,11 @@ fn tiles_of_feed_forward_layers_with_adapters_leave_the_same_bits() -> Result<()
 
 fn agree_how(family: &str, how: How) -> Result<Arc<EmulatedGpu>> {
     let dir = pack(family);
-    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
+    let gpu = Arc::new(
+        EmulatedGpu::new(Order::Ascending)
+            .with_library(how.library)
+            .with_attention_backward(how.backward),
+    );
     let device = CudaBackend::new(gpu.clone(), ARENA_BYTES)?.with_stretch(how.stretch);
     let cpu: Arc<dyn Backend> = Arc::new(CpuBackend::unlimited());
     let (want, model) = train(&dir, how, cpu)?;
@@ -362,7 +370,10 @@ fn checked_and_unchecked_passes_leave_the_same_bits() -> Result<()> {
     let of = |family: &str, how: How, order: Order| -> Result<()> {
         let gpus = [EmulatedGpu::new(order), EmulatedGpu::watched(order)];
         let [unwatched, watched] = gpus.map(|gpu| {
-            let gpu = Arc::new(gpu.with_library(how.library));
+            let gpu = Arc::new(
+                gpu.with_library(how.library)
+                    .with_attention_backward(how.backward),
+            );
             train(
                 &pack(family),
                 how,
@@ -381,7 +392,11 @@ fn checked_and_unchecked_passes_leave_the_same_bits() -> Result<()> {
 
 /// Bits of all results of training on an emulated GPU, and the number of queued graphs.
 fn trained_bits(family: &str, how: How) -> Result<(Vec<u64>, u64)> {
-    let gpu = Arc::new(EmulatedGpu::new(Order::Ascending).with_library(how.library));
+    let gpu = Arc::new(
+        EmulatedGpu::new(Order::Ascending)
+            .with_library(how.library)
+            .with_attention_backward(how.backward),
+    );
     let (device, replaying): (Arc<dyn Backend>, _) = match how.graphs {
         None => (Arc::new(CudaBackend::new(gpu, ARENA_BYTES)?), None),
         Some(mode) => {
@@ -457,6 +472,22 @@ fn graphs_leave_the_same_bits_with_resident_weights_and_library_products() -> Re
     let mut how = How::new(Precision::F32);
     (how.weights, how.library) = (Weights::Kept, Library::Multiplies);
     agree_with_graphs("glm-4v-9b", how)
+}
+
+/// With the fused backward of attention a step agrees with the CPU, and graphs leave the same bits. The language model's attention has two tiles of keys, so blocks take turns.
+#[test]
+fn minicpm_trains_with_the_fused_backward_of_attention() -> Result<()> {
+    let (family, mut how) = ("minicpm-v-2_6", How::new(Precision::Bf16));
+    (how.backward, how.tokens) = (AttentionBackward::Fused, 160);
+    agree_how(family, how)?;
+    let (want, _) = trained_bits(family, how)?;
+    how.graphs = Some(Mode::On);
+    let (got, replays) = trained_bits(family, how)?;
+    assert!(replays > 0 && got == want, "{replays} replays");
+    how.backward = AttentionBackward::Split;
+    let (split, _) = trained_bits(family, how)?;
+    assert!(split != want, "the other kernels leave other bits");
+    Ok(())
 }
 
 /// All weights are uploaded once, and once more with the gaps between them after the step changed them all.

@@ -49,6 +49,7 @@ tests! {
         weights_are_prefetched_where_they_fit
         graphs_and_timing_change_neither_results_nor_memory
         products_of_a_run_use_the_library
+        the_backward_of_attention_is_fused_by_request
         a_driver_of_cuda_12_trains
         the_demo_on_two_ranks_agrees_with_the_cpu
         families_agree_with_the_cpu

@@ -5,6 +5,7 @@ use std::os::unix::fs::symlink;
 
 use device_tests::tolerance;
 use kernels::DType;
+use serde_json::json;
 
 use crate::site::{DEMO, Site, TWO_UPDATES, driver, every, says};
 
@@ -229,6 +230,46 @@ pub(crate) fn products_of_a_run_use_the_library() {
     let (code, text) = site.run(&asked, "--device cuda --output out");
     assert_eq!(code, Some(13), "{text}");
     says(&text, &["cuBLASLt was not found"]);
+}
+
+/// The variable reaches the plan and the run: the memory is what the plan says, and the gradients are those of the other
+/// kernels up to the order of sums.
+pub(crate) fn the_backward_of_attention_is_fused_by_request() {
+    let site = Site::with_model();
+    // Longer than a tile of keys.
+    let sample = |i: usize| {
+        json!({"id": i.to_string(), "conversations": [
+            {"role": "user", "content": "What?"},
+            {"role": "assistant", "content": "It is. ".repeat(60 + i)},
+        ]})
+    };
+    fs::write(
+        site.path("data.json"),
+        json!([sample(0), sample(1)]).to_string(),
+    )
+    .unwrap();
+    let line =
+        format!("{DEMO} --nproc 1 --model model --data data.json --precision bf16 --device cuda");
+    let fused = [("TESSERA_ATTENTION_BACKWARD", "fused")];
+    let norms = [("split", &[][..]), ("fused", &fused)].map(|(output, variables)| {
+        let (code, screen) = site.run(variables, &format!("{line} --output {output}"));
+        assert_eq!(code, Some(0), "{screen}");
+        assert!(!screen.contains("fake driver: "), "{screen}");
+        let says_so = screen.contains("fused attention backward");
+        assert_eq!(says_so, output == "fused", "{screen}");
+        site.takes_what_the_plan_says(output);
+        let rows = site.rows(output);
+        rows[0]["grad_norm"].as_f64().unwrap()
+    });
+    let [split, fused] = norms;
+    assert!(
+        split != fused,
+        "the variable did nothing: {split} and {fused}"
+    );
+    assert!(
+        (split - fused).abs() < 1e-3 * split,
+        "{fused} instead of {split}"
+    );
 }
 
 /// Model families, by their golden packs. Without [`every`] only the first one trains.

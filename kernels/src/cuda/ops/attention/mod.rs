@@ -3,8 +3,10 @@
 //! Symbols: `t` queries and `s` keys of all sequences together, `h` query heads, `g` key/value heads, `d` head dim.
 //! Semantics are those of [`AttentionArgs`](crate::AttentionArgs).
 
+mod fused;
 mod tiles;
 
+use self::fused::Fused;
 pub use self::tiles::Problem;
 use self::tiles::{Tiles, Tiling, forward_bytes, gradient_q_bytes, last, rows_bytes};
 use crate::DType;
@@ -33,6 +35,8 @@ const KERNELS: &[&str] = &[
     "gradient_q_64",
     "gradient_kv",
     "sum_parts",
+    "clear_words",
+    "gradients",
 ];
 const PLAIN_KERNELS: &[&str] = &["forward", "output_products", "gradient_q", "gradient_kv"];
 
@@ -115,6 +119,8 @@ pub struct Plan {
     causal: bool,
     scale: f32,
     tiling: Tiling,
+    /// Whether one kernel computes the backward.
+    fused: Option<Fused>,
 }
 
 impl Plan {
@@ -138,6 +144,7 @@ impl Plan {
             sequences: problem.q_starts.len() - 1,
             causal: problem.causal,
             scale: problem.scale,
+            fused: Fused::new(problem, &tiling),
             tiling,
         })
     }
@@ -177,10 +184,14 @@ impl Plan {
         )
     }
 
-    /// Size in bytes of [`Gradients::workspace`]: `delta [t, h]` f32 and, if query heads are split into
-    /// parts, each part's `dk` and `dv` in f32.
+    /// Size in bytes of [`Gradients::workspace`]: `delta [t, h]` f32; if query heads are split into parts, each part's
+    /// `dk` and `dv` in f32; for the fused kernel its turns and, unless every sequence has one tile of keys, `dq` in f32.
     #[must_use]
     pub const fn workspace_bytes(&self) -> u64 {
+        self.split_bytes() + self.fused_bytes()
+    }
+
+    const fn split_bytes(&self) -> u64 {
         let parts = self.parts() as u64;
         let gradients = if parts > 1 {
             2 * parts * self.part_elements() * 4
@@ -194,6 +205,9 @@ impl Plan {
     /// `outputs` are those of the forward.
     #[must_use]
     pub fn backward(&self, inputs: Inputs, outputs: Outputs, gradients: Gradients) -> Vec<Launch> {
+        if let Some(fused) = self.fused {
+            return self.fused_backward(fused, inputs, outputs, gradients);
+        }
         let mut launches = Vec::from_iter(self.output_products(outputs, gradients));
         launches.extend(self.gradient_kv(inputs, outputs, gradients));
         launches.extend(self.sum_parts(gradients));
@@ -350,7 +364,7 @@ impl Plan {
         if self.tiling.plain {
             1
         } else {
-            (self.heads / self.kv_heads).div_ceil(HEADS_OF_A_PART)
+            parts(self.heads, self.kv_heads)
         }
     }
 
@@ -372,6 +386,10 @@ impl Plan {
         let size = u64::from(self.parts()) * self.part_elements() * 4;
         [Address(first), Address(first + size)]
     }
+}
+
+const fn parts(heads: u32, kv_heads: u32) -> u32 {
+    (heads / kv_heads).div_ceil(HEADS_OF_A_PART)
 }
 
 fn addresses<const N: usize>(all: [Address; N]) -> Vec<Arg> {

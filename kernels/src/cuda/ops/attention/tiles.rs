@@ -1,11 +1,14 @@
 //! Choice of the kernel family for a call, and tiling of its sequences.
 
 use crate::DType;
+use crate::cuda::device_kind::AttentionBackward;
 
 /// Largest head dim of both families.
 const MAX_HEAD_DIM: u32 = 128;
-/// Keys per block of the tensor-core family.
+/// Keys per block of the tensor-core family's `gradient_kv`.
 const KEY_ROWS: u32 = 64;
+/// Keys per block of its `gradients`.
+const FUSED_KEY_ROWS: u32 = 128;
 /// Shared memory that CUDA reserves in each block, in bytes.
 const RESERVED_SHARED_BYTES: u32 = 1024;
 /// Queries or keys per block of the plain family.
@@ -37,6 +40,8 @@ pub struct Problem<'a> {
     pub multiprocessors: u32,
     /// Shared memory of a multiprocessor in bytes. It affects the tile height, not results.
     pub shared_bytes: u32,
+    /// Kernels of the backward.
+    pub backward: AttentionBackward,
 }
 
 /// Tiles of one side (queries or keys): pairs (sequence, tile of `rows` rows) in the table, in order of decreasing
@@ -79,9 +84,10 @@ impl Tiling {
             return None;
         }
         let plain = !fits_tensor_cores(problem);
-        let [query_rows, key_rows] = match plain {
-            true => [PLAIN_ROWS; 2],
-            false => [tile_rows(problem), KEY_ROWS],
+        let [query_rows, key_rows] = match (plain, problem.backward) {
+            (true, _) => [PLAIN_ROWS; 2],
+            (false, AttentionBackward::Split) => [tile_rows(problem), KEY_ROWS],
+            (false, AttentionBackward::Fused) => [tile_rows(problem), FUSED_KEY_ROWS],
         };
         let mut add = |side, rows| {
             let offset = table.len();
@@ -162,7 +168,8 @@ enum Side {
     Keys,
 }
 
-/// (sequence, tile) of every tile of one side. Tiles with the most rows of the other side come first.
+/// (sequence, tile) of every tile of one side. Tiles with the most rows of the other side come first. Tiles of keys of one
+/// sequence ascend: the turns of `gradients` need it.
 fn tiles(problem: &Problem<'_>, side: Side, rows: u32) -> Vec<[i32; 2]> {
     let rows = rows as usize;
     let mut all = Vec::new();
@@ -189,7 +196,7 @@ fn tiles(problem: &Problem<'_>, side: Side, rows: u32) -> Vec<[i32; 2]> {
 }
 
 /// Number of queries and keys of each sequence.
-fn lengths(problem: &Problem<'_>) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn lengths(problem: &Problem<'_>) -> impl Iterator<Item = (usize, usize)> {
     let starts = problem.q_starts.windows(2).zip(problem.k_starts.windows(2));
     starts.map(|(q, k)| (q[1] - q[0], k[1] - k[0]))
 }
@@ -239,11 +246,36 @@ mod tests {
                 scale: 0.1,
                 multiprocessors: 64,
                 shared_bytes: kib << 10,
+                backward: AttentionBackward::Split,
             };
             assert_eq!(tile_rows(&problem), want, "head dim {head_dim}, {kib} KB");
         }
         // Shared memory of the largest kernel at head dim 128: swizzled rows of 256 bytes.
         assert_eq!(gradient_q_bytes(128, 128), 81_920);
         assert_eq!(forward_bytes(80, 64), 192 * 176);
+    }
+
+    #[test]
+    fn tiles_of_keys_ascend_within_a_sequence() {
+        for causal in [true, false] {
+            let problem = Problem {
+                dtype: DType::BF16,
+                heads: 1,
+                kv_heads: 1,
+                head_dim: 64,
+                q_starts: &[0, 700, 710, 1_200],
+                k_starts: &[0, 700, 1_400, 1_500],
+                causal,
+                scale: 0.1,
+                multiprocessors: 64,
+                shared_bytes: 100 << 10,
+                backward: AttentionBackward::Fused,
+            };
+            let all = tiles(&problem, Side::Keys, FUSED_KEY_ROWS);
+            for sequence in 0..3 {
+                let own = all.iter().filter(|[of, _]| *of == sequence);
+                assert!(own.map(|[_, tile]| tile).is_sorted(), "{all:?}");
+            }
+        }
     }
 }

@@ -4,7 +4,7 @@ use super::Kind;
 use crate::lang::{Both, both};
 
 /// Variables that this program reads, with their effect.
-pub(super) const READ: [(&str, Both); 64] = [
+pub(super) const READ: [(&str, Both); 65] = [
     (
         "MAX_PIXELS",
         both(
@@ -45,6 +45,13 @@ pub(super) const READ: [(&str, Both); 64] = [
         both(
             "matrix products on GPUs: auto, cublaslt, own; auto uses cuBLASLt if it is found",
             "GPU 上的矩阵乘法：auto、cublaslt、own；auto 在找到 cuBLASLt 时使用它",
+        ),
+    ),
+    (
+        "TESSERA_ATTENTION_BACKWARD",
+        both(
+            "attention's backward on GPUs: split, fused; fused computes all gradients in one kernel",
+            "GPU 上注意力的反向传播：split、fused；fused 用一个内核计算全部梯度",
         ),
     ),
     (

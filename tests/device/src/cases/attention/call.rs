@@ -3,7 +3,9 @@
 use anyhow::{Context, Result, ensure};
 use half::{bf16, f16};
 use kernels::DType;
+use kernels::cuda::device_kind::AttentionBackward;
 use kernels::cuda::launch::Address;
+use kernels::cuda::module::Module;
 use kernels::cuda::ops::attention::{Gradients, Inputs, Outputs, Plan, Problem};
 
 use super::exact::Values;
@@ -22,6 +24,7 @@ pub(super) struct Call {
     pub(super) shape: Attention,
     /// Number of multiprocessors for the choice of tiles.
     pub(super) multiprocessors: u32,
+    pub(super) backward: AttentionBackward,
 }
 
 /// Bytes of values in a dtype.
@@ -126,6 +129,7 @@ impl Call {
             scale: shape.scale as f32,
             multiprocessors: self.multiprocessors,
             shared_bytes: 228 << 10,
+            backward: self.backward,
         })
     }
 
@@ -151,6 +155,16 @@ impl Call {
 
     /// Forward and backward.
     pub(super) fn run(&self, machine: &mut dyn Machine, values: &Values) -> Result<Results> {
+        self.run_from(machine, values, None)
+    }
+
+    /// The same with the kernels of `module`, if one is given.
+    pub(super) fn run_from(
+        &self,
+        machine: &mut dyn Machine,
+        values: &Values,
+        module: Option<&Module>,
+    ) -> Result<Results> {
         let plan = self.plan().context("no plan for this call")?;
         let (q_len, k_len) = (values.q.len(), values.k.len());
         let bytes = self.dtype.size_bytes();
@@ -188,8 +202,11 @@ impl Call {
             workspace,
         };
         let backward = plan.backward(inputs, outputs, gradients);
-        for launch in plan.forward(inputs, outputs).iter().chain(&backward) {
-            machine.launch(launch)?;
+        for mut launch in plan.forward(inputs, outputs).into_iter().chain(backward) {
+            if let Some(module) = module {
+                launch.module = module.clone();
+            }
+            machine.launch(&launch)?;
         }
         let mut bytes_of = |buffer: Buffer| machine.download::<u8>(buffer);
         Ok(Results {

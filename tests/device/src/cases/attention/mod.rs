@@ -5,6 +5,8 @@ mod exact;
 
 use anyhow::{Result, ensure};
 use kernels::DType;
+use kernels::cuda::device_kind::AttentionBackward::{self, Fused, Split};
+use kernels::cuda::module::Module;
 
 use self::call::{Call, Results};
 use self::exact::{Bounded, Exact, Statistics, Values};
@@ -15,6 +17,16 @@ use crate::reference::Attention;
 /// Numbers of multiprocessors. Few give tiles of 128 queries even for small calls; many give tiles of 64.
 const FEW: u32 = 1;
 const MANY: u32 = 1 << 20;
+
+const BACKWARDS: [AttentionBackward; 2] = [Split, Fused];
+
+/// What names of cases say about the kernels of the backward.
+fn of(backward: AttentionBackward) -> &'static str {
+    match backward {
+        Split => "",
+        Fused => ", fused backward",
+    }
+}
 
 fn starts(lengths: &[usize]) -> Vec<usize> {
     let mut all = vec![0];
@@ -60,27 +72,36 @@ const UNEQUAL: &[(usize, usize)] = &[
 #[must_use]
 pub fn cases(effort: Effort) -> Vec<Case> {
     let mut cases = Vec::new();
-    for dtype in [DType::BF16, DType::F16] {
-        for (d, heads) in [
-            (16, (4, 1)),
-            (32, (8, 2)),
-            (48, (5, 1)),
-            (64, (3, 3)),
-            (72, (1, 1)),
-            (80, (2, 1)),
-            (112, (2, 2)),
-            (128, (7, 1)),
-        ] {
-            small_cases(&mut cases, dtype, d, heads);
+    for backward in BACKWARDS {
+        for dtype in [DType::BF16, DType::F16] {
+            for (d, heads) in [
+                (16, (4, 1)),
+                (32, (8, 2)),
+                (48, (5, 1)),
+                (64, (3, 3)),
+                (72, (1, 1)),
+                (80, (2, 1)),
+                (112, (2, 2)),
+                (128, (7, 1)),
+            ] {
+                small_cases(&mut cases, dtype, d, heads, backward);
+            }
+        }
+        for dtype in [DType::BF16, DType::F16] {
+            for d in [64, 72, 80, 112] {
+                grouped_case(&mut cases, dtype, d, backward);
+            }
+        }
+        if effort == Effort::Gpu {
+            large_cases(&mut cases, backward);
         }
     }
-    for dtype in [DType::BF16, DType::F16] {
-        for d in [64, 72, 80, 112] {
-            grouped_case(&mut cases, dtype, d);
-        }
-    }
-    if effort == Effort::Gpu {
-        large_cases(&mut cases);
+    for (dtype, d, heads) in [
+        (DType::BF16, 16, (4, 1)),
+        (DType::F16, 72, (1, 1)),
+        (DType::BF16, 112, (2, 2)),
+    ] {
+        many_tiles(&mut cases, dtype, d, heads);
     }
     cases
 }
@@ -97,26 +118,34 @@ pub fn plain_cases(_effort: Effort) -> Vec<Case> {
         (96, (1, 1)),
         (128, (2, 1)),
     ] {
-        small_cases(&mut cases, DType::F32, d, heads);
+        small_cases(&mut cases, DType::F32, d, heads, Split);
     }
     for dtype in [DType::BF16, DType::F16] {
-        small_cases(&mut cases, dtype, 27, (2, 1));
+        small_cases(&mut cases, dtype, 27, (2, 1), Split);
     }
     cases
 }
 
-fn small_cases(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, usize)) {
+fn small_cases(
+    cases: &mut Vec<Case>,
+    dtype: DType,
+    d: usize,
+    (h, g): (usize, usize),
+    backward: AttentionBackward,
+) {
     for causal in [true, false] {
         let name = move |what: &str| {
             format!(
-                "attention {dtype} d {d}, {h}:{g} heads, {}, {what}",
-                mask_name(causal)
+                "attention {dtype} d {d}, {h}:{g} heads, {}, {what}{}",
+                mask_name(causal),
+                of(backward)
             )
         };
         let call = move |lengths: &[(usize, usize)], multiprocessors| Call {
             dtype,
             shape: shape(lengths, (h, g), d, causal),
             multiprocessors,
+            backward,
         };
         cases.push(Case::new(name("equal lengths"), move |machine| {
             check_all(machine, &call(EQUAL, FEW))
@@ -131,14 +160,56 @@ fn small_cases(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, us
 }
 
 /// A case with so many query heads per key head that gradients come in parts.
-fn grouped_case(cases: &mut Vec<Case>, dtype: DType, d: usize) {
+fn grouped_case(cases: &mut Vec<Case>, dtype: DType, d: usize, backward: AttentionBackward) {
     let call = Call {
         dtype,
         shape: shape(&[(9, 9), (5, 70)], (7, 1), d, true),
         multiprocessors: MANY,
+        backward,
     };
-    let name = format!("attention {dtype} d {d}, 7:1 heads in parts");
+    let name = format!(
+        "attention {dtype} d {d}, 7:1 heads in parts{}",
+        of(backward)
+    );
     cases.push(Case::new(name, move |machine| check_all(machine, &call)));
+}
+
+/// Cases of the fused backward with several tiles of keys, whose blocks take turns.
+fn many_tiles(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, usize)) {
+    for causal in [true, false] {
+        let lengths = [(70, 390), (200, 300), (150, 20), (129, 257)];
+        let call = Call {
+            dtype,
+            shape: shape(&lengths, (h, g), d, causal),
+            multiprocessors: FEW,
+            backward: Fused,
+        };
+        let name = format!(
+            "attention {dtype} d {d}, {h}:{g} heads, {}, many tiles of keys{}",
+            mask_name(causal),
+            of(Fused)
+        );
+        cases.push(Case::new(name, move |machine| check_all(machine, &call)));
+    }
+}
+
+/// Checks the fused backward by a text of attention.cu, with three tiles of keys in one sequence and two in another.
+///
+/// # Errors
+/// A report of the machine, or a wrong value.
+pub fn check_turns(machine: &mut dyn Machine, text: &str) -> Result<()> {
+    const KERNELS: &[&str] = &["forward_128", "output_products", "clear_words", "gradients"];
+    let text = format!("#define TYPE 1\n#define HEAD_DIM 16\n{text}");
+    let module = Module::foreign("turns", text, KERNELS);
+    let call = Call {
+        dtype: DType::BF16,
+        shape: shape(&[(70, 300), (5, 140)], (2, 1), 16, true),
+        multiprocessors: FEW,
+        backward: Fused,
+    };
+    let values = call.draw(4);
+    let got = call.run_from(machine, &values, Some(&module))?;
+    check_values(&call, &values, &got)
 }
 
 /// Checks every element, and the bits of a second run.
@@ -253,7 +324,7 @@ fn check_neighbours(machine: &mut dyn Machine, call: &Call) -> Result<()> {
 }
 
 /// Cases at sizes of real models.
-fn large_cases(cases: &mut Vec<Case>) {
+fn large_cases(cases: &mut Vec<Case>, backward: AttentionBackward) {
     let sequence = |n: usize, count: usize| vec![(n, n); count];
     let all = [
         ("SigLIP, 10 slices", sequence(1024, 10), (16, 16), 72, false),
@@ -272,9 +343,10 @@ fn large_cases(cases: &mut Vec<Case>) {
                 dtype,
                 shape: shape(&lengths, heads, d, causal),
                 multiprocessors: 132,
+                backward,
             };
             cases.push(Case::new(
-                format!("attention {dtype}, {name}"),
+                format!("attention {dtype}, {name}{}", of(backward)),
                 move |machine| check_sampled(machine, &call),
             ));
         }

@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result};
 use kernels::DType;
+use kernels::cuda::device_kind::AttentionBackward::{self, Fused, Split};
 use kernels::cuda::ops::attention::{Gradients, Inputs, Outputs, Plan, Problem};
 
-use super::{Amount, DIRECTIONS, Prepared, Rows, Targets};
+use super::{Amount, Prepared, Rows, Targets};
 use crate::stages::Target;
 use crate::stages::table::bench::Operands;
 
@@ -93,14 +94,24 @@ fn targets(shape: Shape) -> Targets {
 
 pub(super) fn add(rows: &mut Rows) {
     for shape in SHAPES {
-        for (backward, which) in DIRECTIONS {
+        let mut add = |which: &str, backward| {
             let name = format!("attention {} {} {which}", shape.dtype, shape.name);
             rows.add(name, targets(shape), move |on| row(on, shape, backward));
+        };
+        add("forward", None);
+        add("backward", Some(Split));
+        if shape.dtype != DType::F32 {
+            add("backward, fused", Some(Fused));
         }
     }
 }
 
-fn row(on: &mut Operands<'_>, shape: Shape, backward: bool) -> Result<Prepared> {
+/// `backward`: the kernels of the backward; `None` for the forward.
+fn row(
+    on: &mut Operands<'_>,
+    shape: Shape,
+    backward: Option<AttentionBackward>,
+) -> Result<Prepared> {
     let (dtype, size, length) = (shape.dtype, shape.dtype.size_bytes(), on.of(shape.length));
     let starts: Vec<usize> = (0..=shape.batch).map(|i| i * length).collect();
     let problem = Problem {
@@ -114,6 +125,7 @@ fn row(on: &mut Operands<'_>, shape: Shape, backward: bool) -> Result<Prepared> 
         scale: 1.0 / (shape.head_dim as f32).sqrt(),
         multiprocessors: on.bench.multiprocessors(),
         shared_bytes: on.bench.shared_bytes(),
+        backward: backward.unwrap_or_default(),
     };
     let plan = Plan::new(&problem).context("an attention")?;
     let tokens = shape.batch * length;
@@ -138,7 +150,7 @@ fn row(on: &mut Operands<'_>, shape: Shape, backward: bool) -> Result<Prepared> 
         true => Amount::Flops,
         false => Amount::PlainFlops,
     };
-    if !backward {
+    if backward.is_none() {
         return Ok((amount(flops), vec![forward]));
     }
     // Backward reads the results of forward.
