@@ -474,7 +474,8 @@ fn graphs_leave_the_same_bits_with_resident_weights_and_library_products() -> Re
     agree_with_graphs("glm-4v-9b", how)
 }
 
-/// With the fused backward of attention a step agrees with the CPU, and graphs leave the same bits. The language model's attention has two tiles of keys, so blocks take turns.
+/// With the fused backward of attention a step agrees with the CPU, and graphs leave the same bits. The language model's
+/// attention has two tiles of keys, so blocks take turns.
 #[test]
 fn minicpm_trains_with_the_fused_backward_of_attention() -> Result<()> {
     let (family, mut how) = ("minicpm-v-2_6", How::new(Precision::Bf16));
