@@ -278,6 +278,35 @@ fn products_near_the_least_normal_number_have_the_bits_of_the_definition() {
     }
 }
 
+/// One subnormal number among zeros, in any place of either operand, is found where the operand is packed.
+#[test]
+fn a_single_subnormal_operand_has_the_bits_of_the_definition() {
+    let (lanes, k) = (70, 300);
+    let of = |brain: Vec<bf16>| Values {
+        wide: brain.iter().map(|x| x.to_f32()).collect(),
+        half: vec![f16::ZERO; brain.len()],
+        brain,
+    };
+    let large = of(vec![bf16::from_f32(1e30); lanes * k]);
+    for (lane, at) in [(0, 0), (20, 1), (33, 32), (47, 63), (69, 298), (69, 299)] {
+        for transposed in [false, true] {
+            let mut brain = vec![bf16::ZERO; lanes * k];
+            brain[if transposed {
+                at * lanes + lane
+            } else {
+                lane * k + at
+            }] = bf16::from_bits(1);
+            let small = of(brain);
+            let rows = small.matrix(DType::BF16, lanes, k, transposed);
+            let columns = large.matrix(DType::BF16, k, lanes, true);
+            check(&[Product::new(rows, columns, 1.0)], None, DType::F32, false);
+            let rows = large.matrix(DType::BF16, lanes, k, false);
+            let columns = small.matrix(DType::BF16, lanes, k, transposed).transposed();
+            check(&[Product::new(rows, columns, 1.0)], None, DType::F32, false);
+        }
+    }
+}
+
 /// Two products of fifteen significant bits cancel except for the last bit, the least that a sum can be.
 #[test]
 fn the_least_sum_of_two_products_has_the_bits_of_the_definition() {

@@ -19,7 +19,9 @@ const LONG: usize = 2 * SIDE;
 /// Prefetch distance along a lane in elements.
 const AHEAD: usize = 128;
 /// Prefetch distance in `k`, if lanes are side by side in memory.
-const AHEAD_ROWS: usize = 16;
+const AHEAD_ROWS: usize = 32;
+/// Steps that are packed together, if lanes are side by side in memory.
+const TOGETHER: usize = 16;
 
 /// Packs `x [lanes, depth]` into panels of `width` lanes, which fill `out`. `data` are its elements. Returns their
 /// smallest magnitude.
@@ -130,7 +132,8 @@ unsafe fn across(
     bound.least()
 }
 
-/// Packs an operand whose lanes are side by side in memory for each `k`.
+/// Packs an operand whose lanes are side by side in memory for each `k`: 32 lanes of a few steps at a time, so each panel
+/// is written in whole cache lines.
 ///
 /// # Safety
 /// The processor has AVX-512 F and BW, and `x` contains all lanes.
@@ -143,35 +146,55 @@ unsafe fn beside(
     out: &mut [f32],
 ) -> Least {
     let mut bound = Bound::new();
-    let steps = depth.div_ceil(2);
+    let (all, steps) = (lanes.next_multiple_of(width), depth.div_ceil(2));
     let piece = width.min(SIDE);
-    for step in 0..steps {
-        let k = 2 * step;
-        let first = x.as_ptr().wrapping_add(k * stride);
-        let second = first.wrapping_add(stride);
-        let ahead = x.as_ptr().wrapping_add((k + AHEAD_ROWS) * stride);
-        for lane in (0..lanes).step_by(LONG) {
-            prefetch(ahead.wrapping_add(lane));
-            prefetch(ahead.wrapping_add(stride + lane));
+    // Words of two rows: the pairs of the first sixteen lanes, and of the second.
+    let mut words = [[0u16; LONG]; 2];
+    for (half, words) in words.iter_mut().enumerate() {
+        for i in 0..SIDE {
+            let lane = (half * SIDE + i) as u16;
+            (words[2 * i], words[2 * i + 1]) = (lane, LONG as u16 + lane);
         }
-        for lane in (0..lanes.next_multiple_of(width)).step_by(piece) {
-            let there = lanes.saturating_sub(lane).min(piece);
-            let mask = ((1u32 << there) - 1) as __mmask16;
-            let both = if k + 1 < depth { mask } else { 0 };
-            // SAFETY: masked lanes are not read; the others are inside the slice.
-            let (first, second) = unsafe {
-                (
-                    _mm256_maskz_loadu_epi16(mask, first.wrapping_add(lane).cast()),
-                    _mm256_maskz_loadu_epi16(both, second.wrapping_add(lane).cast()),
-                )
-            };
-            let first = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(first));
-            let pairs = _mm512_or_si512(first, _mm512_cvtepu16_epi32(second));
-            bound = bound.with(pairs);
-            let to = lane / width * width * steps + step * width + lane % width;
-            let to = &mut out[to..][..piece];
-            // SAFETY: a slice of `piece` elements.
-            unsafe { store(to.as_mut_ptr(), piece, _mm512_castsi512_ps(pairs)) };
+    }
+    // SAFETY: arrays as long as a vector.
+    let words = words.map(|words| unsafe { _mm512_loadu_si512(words.as_ptr().cast()) });
+    for first in (0..steps).step_by(TOGETHER) {
+        let together = first..steps.min(first + TOGETHER);
+        for lane in (0..all).step_by(LONG) {
+            let there = lanes.saturating_sub(lane).min(LONG);
+            let mask = u32::MAX.checked_shr((LONG - there) as u32).unwrap_or(0);
+            // Where the first step of each piece of the lanes goes.
+            let mut pieces = [0; LONG / (SIDE / 2)];
+            let count = (all - lane).min(LONG) / piece;
+            for (i, to) in pieces[..count].iter_mut().enumerate() {
+                let at = lane + i * piece;
+                *to = at / width * width * steps + at % width;
+            }
+            for step in together.clone() {
+                let k = 2 * step;
+                let upper = x.as_ptr().wrapping_add(k * stride + lane);
+                let ahead = upper.wrapping_add(AHEAD_ROWS * stride);
+                prefetch(ahead);
+                prefetch(ahead.wrapping_add(stride));
+                let both = if k + 1 < depth { mask } else { 0 };
+                // SAFETY: masked lanes are not read; the others are inside the slice.
+                let (upper, lower) = unsafe {
+                    (
+                        _mm512_maskz_loadu_epi16(mask, upper.cast()),
+                        _mm512_maskz_loadu_epi16(both, upper.wrapping_add(stride).cast()),
+                    )
+                };
+                bound = bound.with(upper).with(lower);
+                let pairs = words
+                    .map(|words| _mm512_castsi512_ps(_mm512_permutex2var_epi16(lower, words, upper)));
+                for (i, to) in pieces[..count].iter().enumerate() {
+                    let to = &mut out[to + step * width..][..piece];
+                    let at = i * piece;
+                    let pairs = behind(pairs[at / SIDE], at % SIDE);
+                    // SAFETY: a slice of `piece` elements.
+                    unsafe { store(to.as_mut_ptr(), piece, pairs) };
+                }
+            }
         }
     }
     bound.least()
