@@ -134,6 +134,18 @@ impl Matmul {
     }
 }
 
+/// Value of the environment variable [`ATTENTION_BACKWARD`]; see [`Variables::fused_attention_backward`].
+pub(crate) fn fused_attention_backward(
+    lookup: &dyn Fn(&str) -> Option<OsString>,
+) -> Result<bool, Failure> {
+    let values = [("split", false), ("fused", true)];
+    let unset = both(
+        "attention's backward has a kernel for queries and one for keys and values",
+        "注意力的反向传播中，查询用一个内核，键和值用另一个内核",
+    );
+    Ok(choice(lookup, ATTENTION_BACKWARD, &values, unset)?.unwrap_or(false))
+}
+
 /// Value of the variable `name` among `values`; `None` if it is not set. `unset` is the meaning of that, for
 /// messages.
 fn choice<T: Copy>(
@@ -410,13 +422,7 @@ impl Variables {
     /// # Errors
     /// The variable has an invalid value (exit 2).
     pub fn fused_attention_backward(&self) -> Result<bool, Failure> {
-        let lookup = |name: &str| self.get(name).map(ToOwned::to_owned);
-        let values = [("split", false), ("fused", true)];
-        let unset = both(
-            "attention's backward has a kernel for queries and one for keys and values",
-            "注意力的反向传播中，查询用一个内核，键和值用另一个内核",
-        );
-        Ok(choice(&lookup, ATTENTION_BACKWARD, &values, unset)?.unwrap_or(false))
+        fused_attention_backward(&|name| self.get(name).map(ToOwned::to_owned))
     }
 
     /// How frozen host weights are copied to GPUs by the variable [`HOST_REGISTER`]; [`HostRegister::Auto`] if it is not set.

@@ -135,7 +135,9 @@ fn printable(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank_env::{CudaSearchPaths, Env, GpuCode, HostRegister, Matmul};
+    use crate::rank_env::{
+        CudaSearchPaths, Env, GpuCode, HostRegister, Matmul, fused_attention_backward,
+    };
     use std::cell::RefCell;
     use std::collections::BTreeSet;
     use std::ffi::OsString;
@@ -208,6 +210,7 @@ mod tests {
             Matmul::from_lookup(&lookup).expect("a good environment");
             GpuCode::from_lookup(&lookup).expect("a good environment");
             HostRegister::from_lookup(&lookup).expect("a good environment");
+            fused_attention_backward(&lookup).expect("a good environment");
         }
         // The operating system searches these directories for programs that this program starts.
         asked.borrow_mut().insert("PATH".to_string());
