@@ -185,8 +185,9 @@ unsafe fn beside(
                     )
                 };
                 bound = bound.with(upper).with(lower);
-                let pairs = words
-                    .map(|words| _mm512_castsi512_ps(_mm512_permutex2var_epi16(lower, words, upper)));
+                let pairs = words.map(|words| {
+                    _mm512_castsi512_ps(_mm512_permutex2var_epi16(lower, words, upper))
+                });
                 for (i, to) in pieces[..count].iter().enumerate() {
                     let to = &mut out[to + step * width..][..piece];
                     let at = i * piece;
