@@ -193,11 +193,12 @@ fn many_tiles(cases: &mut Vec<Case>, dtype: DType, d: usize, (h, g): (usize, usi
     }
 }
 
-/// Checks the fused backward by a text of attention.cu, with three tiles of keys in one sequence and two in another.
+/// Checks the fused backward by a text of attention.cu, with three tiles of keys in one sequence and two in another. Returns the
+/// gradients.
 ///
 /// # Errors
 /// A report of the machine, or a wrong value.
-pub fn check_turns(machine: &mut dyn Machine, text: &str) -> Result<()> {
+pub fn check_turns(machine: &mut dyn Machine, text: &str) -> Result<[Vec<f64>; 3]> {
     const KERNELS: &[&str] = &["forward_128", "output_products", "clear_words", "gradients"];
     let text = format!("#define TYPE 1\n#define HEAD_DIM 16\n{text}");
     let module = Module::foreign("turns", text, KERNELS);
@@ -209,7 +210,8 @@ pub fn check_turns(machine: &mut dyn Machine, text: &str) -> Result<()> {
     };
     let values = call.draw(4);
     let got = call.run_from(machine, &values, Some(&module))?;
-    check_values(&call, &values, &got)
+    check_values(&call, &values, &got)?;
+    Ok(got.gradients())
 }
 
 /// Checks every element, and the bits of a second run.
