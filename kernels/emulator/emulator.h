@@ -123,6 +123,7 @@ template <typename T, typename = List<>>
 struct ArgumentsOf {
   typedef List<T> Types;
 };
+// Type is List<>, where T exists.
 template <typename T>
 struct Same {
   typedef List<> Type;

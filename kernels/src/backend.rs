@@ -367,14 +367,15 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// When the pool is full.
     fn column_sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Number of rows of which each part of a sum over `total` rows has a multiple, the last part excepted. Sums in such parts
-    /// have the bits of the sum over all rows; on a GPU, those of [`Backend::feed_forward`].
+    /// Step, in rows, for a sum over `total` rows that is computed in parts. If each part but the last has a multiple of so
+    /// many rows, the result has the bits of one sum over all rows; on a GPU, of one by [`Backend::feed_forward`].
     fn part_step(&self, _total: usize) -> usize {
         1
     }
 
-    /// This device for feed-forward layers, if it computes these in another way: products on stretches of
-    /// [`Backend::part_step`] rows, so that tiles make the same calls as all rows at once. Both share all memory.
+    /// The backend for feed-forward layers (MLPs) on the same device and memory, if it is not this one. It computes each
+    /// product on [`Backend::part_step`] rows at a time. So a layer that runs in tiles of rows, to save memory, makes the
+    /// same calls as one that has all rows at once, and has the same bits.
     fn feed_forward(&self) -> Option<&dyn Backend> {
         None
     }

@@ -24,7 +24,7 @@ const LARGE: usize = 8 << 20;
 const LARGE_CHUNKS: usize = 4;
 /// Bytes per chunk of copies of small weights: biases, norms, adapters. Those of a layer share chunks.
 const MEDIUM: usize = 1 << 20;
-/// Start of a small weight in its chunk: whole lines of the processor's cache.
+/// Alignment of each small weight in its chunk, in bytes: a cache line of the processor.
 const PIECE_ALIGNMENT: usize = 64;
 /// Chunks in the ring of copies of small weights: about those of a layer.
 const MEDIUM_CHUNKS: usize = 12;
@@ -195,7 +195,8 @@ impl Registered {
     }
 }
 
-/// Small copies of one call, one behind the other in chunks of a ring. A chunk has one event for all of its copies.
+/// Pinned chunks of a ring that the small copies of one call share, one copy behind the other. A chunk is free again after
+/// one event, which follows all of its copies.
 #[derive(Debug)]
 pub(super) struct Shared<'r> {
     chunks: MutexGuard<'r, VecDeque<Chunk>>,

@@ -92,7 +92,7 @@ impl Stacked {
         }
     }
 
-    /// The layers on `len` of their rows, from row `first` on. Layers of row groups have all rows.
+    /// The layers on `len` of their rows, from row `first` on. Layers of row groups are not cut: they keep all rows.
     fn rows(&self, first: usize, len: usize) -> Self {
         let layers = match &self.layers {
             Layers::Whole(layers) => {

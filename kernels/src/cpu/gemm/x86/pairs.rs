@@ -148,7 +148,8 @@ unsafe fn beside(
     let mut bound = Bound::new();
     let (all, steps) = (lanes.next_multiple_of(width), depth.div_ceil(2));
     let piece = width.min(SIDE);
-    // Words of two rows: the pairs of the first sixteen lanes, and of the second.
+    // Indices of a permutation of two rows of 32 elements: it puts the two elements of each lane side by side. One
+    // vector of indices is for the first sixteen lanes, the other for the rest.
     let mut words = [[0u16; LONG]; 2];
     for (half, words) in words.iter_mut().enumerate() {
         for i in 0..SIDE {
@@ -156,7 +157,7 @@ unsafe fn beside(
             (words[2 * i], words[2 * i + 1]) = (lane, LONG as u16 + lane);
         }
     }
-    // SAFETY: arrays as long as a vector.
+    // SAFETY: each array is as long as a vector.
     let words = words.map(|words| unsafe { _mm512_loadu_si512(words.as_ptr().cast()) });
     for first in (0..steps).step_by(TOGETHER) {
         let together = first..steps.min(first + TOGETHER);
