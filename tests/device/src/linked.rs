@@ -2,8 +2,8 @@
 //! communication with the other GPUs.
 //!
 //! Timing that a driver leaves open is decided here. Copies run as soon as they may (*early*) or only when somebody
-//! waits for them (*late*), and compute always runs late. Or every lane proceeds at random times drawn from a seed. So
-//! a missing wait reads data that is not yet written or already overwritten.
+//! waits for them (*late*), and compute always runs late. Or every lane proceeds at random times drawn from a seed, or
+//! one lane races ahead of the others. So a missing wait reads data that is not yet written or already overwritten.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -28,14 +28,18 @@ const QUEUE: usize = 512;
 
 /// The lanes of a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Stream {
+pub enum Stream {
+    /// Kernels, and what they read and write.
     Compute,
+    /// Copies from the host.
     Inward,
+    /// Exchange with the other GPUs.
     Communication,
 }
 
 impl Stream {
-    const ALL: [Self; 3] = [Self::Compute, Self::Inward, Self::Communication];
+    /// All lanes.
+    pub const ALL: [Self; 3] = [Self::Compute, Self::Inward, Self::Communication];
 }
 
 impl From<Lane> for Stream {
@@ -56,6 +60,9 @@ pub enum Copies {
     Late,
     /// At random times between the two, like the other commands of the lanes. Each seed gives another timing.
     Drawn(u64),
+    /// When somebody waits for them. Only this lane of GPU 0 runs each command as soon as its waits are satisfied, so
+    /// it passes all lanes that it does not wait for.
+    Racing(Stream),
 }
 
 /// A missing wait of one lane for another, which must change the bits.
@@ -259,7 +266,7 @@ impl LinkedGpu {
     #[must_use]
     pub fn node(count: usize, order: Order, copies: Copies) -> Vec<Self> {
         let draws = |index| match copies {
-            Copies::Early | Copies::Late => None,
+            Copies::Early | Copies::Late | Copies::Racing(_) => None,
             Copies::Drawn(seed) => Some(Draws::new(seed, &format!("GPU {index}"))),
         };
         let device = |index| Device {
@@ -352,10 +359,14 @@ impl LinkedGpu {
         let Queue {
             done, ref commands, ..
         } = devices[self.index].lanes[lane as usize];
+        let soon = match self.copies {
+            Copies::Early => lane != Stream::Compute,
+            Copies::Racing(first) => self.index == 0 && lane == first,
+            Copies::Late | Copies::Drawn(_) => false,
+        };
         match lane {
+            _ if soon => run(devices, self.index, lane, queued),
             Stream::Compute if commands.len() > QUEUE => run(devices, self.index, lane, done + 1),
-            Stream::Compute => Ok(()),
-            _ if self.copies == Copies::Early => run(devices, self.index, lane, queued),
             _ => Ok(()),
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use device_tests::emulator::Order;
 use device_tests::executor::Library;
-use device_tests::linked::{Copies, LinkedGpu, Lost};
+use device_tests::linked::{Copies, LinkedGpu, Lost, Stream};
 use engine::comm::{Communicator, threads};
 use engine::{
     DeviceTransport, DryRun, Offload, ParamId, PassKind, Plan, Precision, Stage, Tier, Zero,
@@ -20,7 +20,7 @@ use models::autograd::Tape;
 use models::data::EncodedSample;
 use models::{ModelOptions, SampleInput, VisionLanguageModel, open_model};
 
-use crate::setup::{self, ARENA_BYTES, pack, revealed};
+use crate::setup::{self, ARENA_BYTES, LOST_SEEDS, pack};
 
 const TOKENS: usize = 12;
 const MOST_TOKENS: usize = 80;
@@ -465,7 +465,9 @@ fn ranks_have_the_same_bits_under_any_delays() -> Result<()> {
         ..PLAIN
     };
     let carriers = [DeviceTransport::Peers, DeviceTransport::Nccl].map(days);
-    ahead.agrees(&carriers.into_iter().flatten().collect::<Vec<_>>())?;
+    let races = Stream::ALL.map(|lane| (DeviceTransport::Peers, Copies::Racing(lane)));
+    let all: Vec<_> = carriers.into_iter().flatten().chain(races).collect();
+    ahead.agrees(&all)?;
     let resident = Case {
         states: Tier::Device,
         ..PLAIN
@@ -474,7 +476,8 @@ fn ranks_have_the_same_bits_under_any_delays() -> Result<()> {
     resident.agrees(&days)
 }
 
-/// Each kind of wait is necessary: a case and a timing above reveal its absence.
+/// Each kind of wait is necessary: a case and a timing reveal its absence. The timing named here does today, however
+/// the threads of the ranks run; after a change of the pass another one may.
 #[test]
 fn a_lost_wait_changes_the_bits() -> Result<()> {
     let of_states = |states, weights, prefetch_units| Case {
@@ -486,31 +489,41 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
         ..PLAIN
     };
     let transport = DeviceTransport::Peers;
+    let racing = Copies::Racing(Stream::Communication);
     let in_host_memory = [
-        (Lost::Uses, 0),
-        (Lost::Puts, 0),
-        (Lost::Marks(Lane::Communication, Lane::Communication), 0),
-        (Lost::Marks(Lane::Compute, Lane::Communication), 2),
-        (Lost::ReservedUploads, 0),
+        (Lost::Uses, racing),
+        (Lost::Puts, racing),
+        (
+            Lost::Marks(Lane::Communication, Lane::Communication),
+            racing,
+        ),
+        (
+            Lost::Marks(Lane::Compute, Lane::Communication),
+            Copies::Racing(Stream::Inward),
+        ),
+        (Lost::ReservedUploads, racing),
     ];
     // With weights from the host, the wait for a range's last use hides the two kinds on the GPU. Gathers one unit ahead
     // hide the second kind as well.
     for (case, kinds) in [
         (of_states(Tier::Host, None, 1), &in_host_memory[..]),
-        (of_states(Tier::Device, None, 1), &[(Lost::Own, 3)]),
+        (of_states(Tier::Device, None, 1), &[(Lost::Own, racing)]),
         (
             of_states(Tier::Device, None, 0),
-            &[(Lost::Marks(Lane::Communication, Lane::Compute), 0)],
+            &[(
+                Lost::Marks(Lane::Communication, Lane::Compute),
+                Copies::Drawn(0),
+            )],
         ),
         (
             of_states(Tier::Host, Some(Tier::Device), 1),
-            &[(Lost::Deliveries, 2)],
+            &[(Lost::Deliveries, racing)],
         ),
     ] {
         let want = case.train(transport, Copies::Late)?;
         for (lost, known) in kinds {
-            let shows = |seed| {
-                let gpus = LinkedGpu::node(case.ranks, Order::Ascending, Copies::Drawn(seed));
+            let shows = |copies| {
+                let gpus = LinkedGpu::node(case.ranks, Order::Ascending, copies);
                 let gpus = gpus.into_iter().map(|gpu| gpu.without(*lost)).collect();
                 // Memory that nobody wrote may also end a launch of the emulator.
                 let got = case.train_on(transport, gpus);
@@ -520,7 +533,11 @@ fn a_lost_wait_changes_the_bits() -> Result<()> {
                         .any(|(got, want)| got.left != want.left)
                 })
             };
-            ensure!(revealed(*known, shows), "{lost:?}");
+            let races = Stream::ALL.map(Copies::Racing).into_iter();
+            let others = races.chain((0..LOST_SEEDS).map(Copies::Drawn));
+            let others = others.filter(|copies| copies != known);
+            let mut timings = std::iter::once(*known).chain(others);
+            ensure!(timings.any(shows), "{lost:?}");
         }
     }
     Ok(())

@@ -25,7 +25,7 @@ pub fn every() -> bool {
 }
 
 /// Timings of which at least one must reveal a missing event or wait.
-const LOST_SEEDS: u64 = 8;
+pub const LOST_SEEDS: u64 = 8;
 
 /// Whether a timing reveals what is missing. The timing `known` does today; after a change of the pass another one may.
 pub fn revealed(known: u64, shows: impl Fn(u64) -> bool) -> bool {
