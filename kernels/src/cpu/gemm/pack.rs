@@ -164,7 +164,7 @@ unsafe fn across_v4<T: Float>(
     width: usize,
     out: &mut [f32],
 ) {
-    use super::x86::square::{behind, load, store, transpose, zeros};
+    use super::x86::square::{load, store_all, transpose, zeros};
     let all = lanes.next_multiple_of(width);
     // Lanes of a square that are side by side in a panel.
     let piece = width.min(SIDE);
@@ -188,11 +188,9 @@ unsafe fn across_v4<T: Float>(
             let square = transpose(square);
             for at in (lane..all.min(lane + SIDE)).step_by(piece) {
                 let panel = &mut out[at / width * width * depth..][..width * depth];
-                for k in 0..long {
-                    let to = &mut panel[(first + k) * width + at % width..][..piece];
-                    // SAFETY: a slice of `piece` elements.
-                    unsafe { store(to.as_mut_ptr(), piece, behind(square[k], at - lane)) };
-                }
+                let to = &mut panel[first * width + at % width..];
+                // SAFETY: the panel has `width` elements for each vector, and `at % width + piece <= width`.
+                unsafe { store_all(to.as_mut_ptr(), width, &square[..long], at - lane, piece) };
             }
         }
     }

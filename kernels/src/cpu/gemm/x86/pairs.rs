@@ -6,7 +6,7 @@
 )]
 use std::arch::x86_64::*;
 
-use super::square::{behind, store, transpose, zeros};
+use super::square::{store, store_all, transpose, zeros};
 use crate::cpu::gemm::kernel::Least;
 use crate::cpu::matrix::Matrix;
 use crate::cpu::simd::prefetch;
@@ -121,11 +121,10 @@ unsafe fn across(
             let square = transpose(square);
             for at in (lane..all.min(lane + SIDE)).step_by(piece) {
                 let panel = &mut out[at / width * width * steps..][..width * steps];
-                for k in 0..long.div_ceil(2) {
-                    let to = &mut panel[(first / 2 + k) * width + at % width..][..piece];
-                    // SAFETY: a slice of `piece` elements.
-                    unsafe { store(to.as_mut_ptr(), piece, behind(square[k], at - lane)) };
-                }
+                let to = &mut panel[first / 2 * width + at % width..];
+                let square = &square[..long.div_ceil(2)];
+                // SAFETY: the panel has `width` elements for each vector, and `at % width + piece <= width`.
+                unsafe { store_all(to.as_mut_ptr(), width, square, at - lane, piece) };
             }
         }
     }
@@ -192,9 +191,8 @@ unsafe fn beside(
                 for (i, to) in pieces[..count].iter().enumerate() {
                     let to = &mut out[to + step * width..][..piece];
                     let at = i * piece;
-                    let pairs = behind(pairs[at / SIDE], at % SIDE);
                     // SAFETY: a slice of `piece` elements.
-                    unsafe { store(to.as_mut_ptr(), piece, pairs) };
+                    unsafe { store(to.as_mut_ptr(), pairs[at / SIDE], at % SIDE, piece) };
                 }
             }
         }

@@ -45,25 +45,43 @@ pub(in crate::cpu::gemm) unsafe fn load<T: Float>(from: *const T, n: usize) -> _
     }
 }
 
-/// Stores the first `n <= 16` lanes.
+/// Stores `n` lanes from `first` on: all sixteen, or one half.
 ///
 /// # Safety
 /// `to` points to `n` elements.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(in crate::cpu::gemm) unsafe fn store(to: *mut f32, n: usize, x: __m512) {
-    // SAFETY: masked lanes are not written.
-    unsafe { _mm512_mask_storeu_ps(to, lanes(n), x) }
+pub(super) unsafe fn store(to: *mut f32, x: __m512, first: usize, n: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if n == 16 {
+            _mm512_storeu_ps(to, x);
+        } else {
+            let half = match first {
+                0 => x,
+                _ => _mm512_shuffle_f32x4::<0b1110>(x, x),
+            };
+            _mm256_storeu_ps(to, _mm512_castps512_ps256(half));
+        }
+    }
 }
 
-/// Moves the lanes from `first` on (0 or 8) to the front.
+/// Stores `n` lanes from `first` on (see [`store`]) of each vector, `stride` elements apart.
+///
+/// # Safety
+/// Each place has `n` elements.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(in crate::cpu::gemm) fn behind(x: __m512, first: usize) -> __m512 {
-    if first == 0 {
-        x
-    } else {
-        _mm512_shuffle_f32x4::<0b1110>(x, x)
+pub(in crate::cpu::gemm) unsafe fn store_all(
+    to: *mut f32,
+    stride: usize,
+    square: &[__m512],
+    first: usize,
+    n: usize,
+) {
+    for (i, x) in square.iter().enumerate() {
+        // SAFETY: the caller's promise.
+        unsafe { store(to.add(i * stride), *x, first, n) };
     }
 }
 
