@@ -312,12 +312,13 @@ RUNS
   cat "$out/train.md"
 }
 
-# Runs with all states in host memory, so that many bytes cross the bus, and traces the last steps.
+# Runs with all states in host memory, so that many bytes cross the bus, and traces the last steps. The fake driver, which runs
+# commands as late as allowed, runs copies to the device as early as allowed here.
 traced() {
   local run="$out/train-traced-$device"
   rm -rf "$run"
   # shellcheck disable=SC2086 # the settings are several words
-  "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $light --offload cpu --prefetch-weights on --max-steps 6 \
+  TESSERA_FAKE_EAGER=${small:+2} "$bin/launcher" --device "$device" --nproc 1 --zero 3 --precision bf16 $light --offload cpu --prefetch-weights on --max-steps 6 \
     --logging-steps 1 --trace-steps 5..7 --eval-strategy no --save-strategy no --output "$run" >"$run.txt" 2>&1 ||
     { tail -20 "$run.txt"; return 1; }
 }
