@@ -82,8 +82,8 @@ pub use adapted::{
 };
 pub use backend::{
     AttentionArgs, AttentionGrads, AttentionOut, Backend, Device, Direction, DropoutArgs, Gelu,
-    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout, SumPart,
-    Transpose,
+    IGNORED_LABEL, KernelList, LossGrads, LossNeeds, MatmulArgs, NormGrads, RopeLayout,
+    STRETCH_ROWS, SumPart, Transpose,
 };
 pub use cpu::{CpuBackend, CpuMath};
 pub use dtype::{DType, Element, Float};

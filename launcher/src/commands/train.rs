@@ -5,7 +5,7 @@ use super::{Hooks, demo};
 use crate::error::{ErrorCode, Failure, RECORD_TARGET, continue_run};
 use crate::lang::{Text, both, text};
 use crate::plan::{Suggestions, resume, settle_one_by_one, spill_directories};
-use kernels::cuda::backend::STRETCH_ROWS;
+use kernels::STRETCH_ROWS;
 use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;

@@ -16,7 +16,7 @@ use crate::model::setup;
 use crate::rank_env::Env;
 use crate::units::bytes;
 use engine::checkpoint::find_latest;
-use kernels::cuda::backend::STRETCH_ROWS;
+use kernels::STRETCH_ROWS;
 use models::data::{EncodeOptions, EncodedSample, SampleSize};
 use models::{Processor, QuantizedWeights};
 use std::path::Path;

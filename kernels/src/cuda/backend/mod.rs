@@ -60,7 +60,7 @@ use crate::reserved_upload::ReservedUpload;
 use crate::resident::ResidentAccess;
 use crate::tensor::{DeviceMemory, OnDevice};
 use crate::timeline::DeviceSpan;
-use crate::{DType, ForeignBytes, HostRegistration, Shape, Tensor};
+use crate::{DType, ForeignBytes, HostRegistration, STRETCH_ROWS, Shape, Tensor};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -89,10 +89,6 @@ pub fn filling(out: &mut [u8]) -> impl FnMut(&[u8]) {
 /// Minimum size of an upload that runs beside the compute queue, e.g. the images of a batch. The compute queue's
 /// small chunks would make the host wait for queued work.
 const LARGE_UPLOAD_BYTES: usize = 1 << 20;
-
-/// Rows of a stretch: enough for a product to fill a GPU. Products of feed-forward layers are computed on one stretch of rows
-/// after the other, and sums over rows are added in this order. So tiles of whole stretches have the bits of all rows at once.
-pub const STRETCH_ROWS: usize = 4096;
 
 /// A copy of host bytes to the device.
 #[derive(Clone, Debug)]

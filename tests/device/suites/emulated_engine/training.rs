@@ -12,8 +12,8 @@ use device_tests::executor::{Beside, Crossing, EmulatedGpu, Library, with_graphs
 use device_tests::tolerance;
 use engine::trace::{Lane, Span};
 use engine::{ParamId, PassKind, Precision, Tier};
+use kernels::STRETCH_ROWS;
 use kernels::cuda::CudaBackend;
-use kernels::cuda::backend::STRETCH_ROWS;
 use kernels::cuda::backend::graphs::Mode;
 use kernels::cuda::device_kind::AttentionBackward;
 use kernels::{Backend, CpuBackend, DType};
