@@ -203,9 +203,9 @@ pub struct LossGrads {
 /// Label value of tokens that the loss ignores (`ignore_index` in PyTorch).
 pub const IGNORED_LABEL: i32 = -100;
 
-/// Rows of a stretch on a GPU: enough for a product to fill it. Products of feed-forward layers are computed on one stretch of
-/// rows after the other, and sums over rows are added in this order. So tiles of whole stretches have the bits of all rows
-/// at once.
+/// Number of rows (tokens) that feed-forward layers (MLPs) multiply at a time on a GPU: a stretch, enough rows to fill the
+/// GPU. Sums over rows, as in the gradient of a weight, are added stretch after stretch. So `--mlp-tile-tokens` with whole
+/// stretches leaves all bits as they are.
 pub const STRETCH_ROWS: usize = 4096;
 
 /// Device as the engine uses it: its memory and its operations on tensors. The trait is object safe and used

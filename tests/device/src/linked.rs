@@ -60,8 +60,8 @@ pub enum Copies {
     Late,
     /// At random times between the two, like the other commands of the lanes. Each seed gives another timing.
     Drawn(u64),
-    /// When somebody waits for them. Only this lane of GPU 0 runs each command as soon as its waits are satisfied, so
-    /// it passes all lanes that it does not wait for.
+    /// When somebody waits for them, as every other command. The exception is this lane of GPU 0: it runs a command as soon
+    /// as the command's own waits are satisfied, so it overtakes every lane that it does not wait for.
     Racing(Stream),
 }
 

@@ -189,8 +189,7 @@ unsafe fn across_v4<T: Float>(
             for at in (lane..all.min(lane + SIDE)).step_by(piece) {
                 let panel = &mut out[at / width * width * depth..][..width * depth];
                 let to = &mut panel[first * width + at % width..];
-                // SAFETY: the panel has `width` elements for each vector, and `at % width + piece <= width`.
-                unsafe { store_all(to.as_mut_ptr(), width, &square[..long], at - lane, piece) };
+                store_all(to, width, &square[..long], at - lane, piece);
             }
         }
     }

@@ -123,8 +123,7 @@ unsafe fn across(
                 let panel = &mut out[at / width * width * steps..][..width * steps];
                 let to = &mut panel[first / 2 * width + at % width..];
                 let square = &square[..long.div_ceil(2)];
-                // SAFETY: the panel has `width` elements for each vector, and `at % width + piece <= width`.
-                unsafe { store_all(to.as_mut_ptr(), width, square, at - lane, piece) };
+                store_all(to, width, square, at - lane, piece);
             }
         }
     }

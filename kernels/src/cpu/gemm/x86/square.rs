@@ -45,7 +45,7 @@ pub(in crate::cpu::gemm) unsafe fn load<T: Float>(from: *const T, n: usize) -> _
     }
 }
 
-/// Stores `n` lanes from `first` on: all sixteen, or one half.
+/// Stores all sixteen lanes (`n` is 16), or the eight lanes from `first` on (`n` is 8, `first` is 0 or 8).
 ///
 /// # Safety
 /// `to` points to `n` elements.
@@ -66,22 +66,23 @@ pub(super) unsafe fn store(to: *mut f32, x: __m512, first: usize, n: usize) {
     }
 }
 
-/// Stores `n` lanes from `first` on (see [`store`]) of each vector, `stride` elements apart.
+/// Stores lanes of each vector (see [`store`]) in `to`: those of vector `i` begin at element `i * stride`.
 ///
-/// # Safety
-/// Each place has `n` elements.
+/// # Panics
+/// When `to` is too short.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(in crate::cpu::gemm) unsafe fn store_all(
-    to: *mut f32,
+pub(in crate::cpu::gemm) fn store_all(
+    to: &mut [f32],
     stride: usize,
     square: &[__m512],
     first: usize,
     n: usize,
 ) {
+    assert!((square.len().max(1) - 1) * stride + n <= to.len());
     for (i, x) in square.iter().enumerate() {
-        // SAFETY: the caller's promise.
-        unsafe { store(to.add(i * stride), *x, first, n) };
+        // SAFETY: the slice contains the elements of the last vector, as asserted, so it contains those of all.
+        unsafe { store(to.as_mut_ptr().add(i * stride), *x, first, n) };
     }
 }
 
