@@ -203,9 +203,9 @@ pub struct LossGrads {
 /// Label value of tokens that the loss ignores (`ignore_index` in PyTorch).
 pub const IGNORED_LABEL: i32 = -100;
 
-/// Number of rows (tokens) that feed-forward layers (MLPs) multiply at a time on a GPU: a stretch, enough rows to fill the
-/// GPU. Sums over rows, as in the gradient of a weight, are added stretch after stretch. So `--mlp-tile-tokens` with whole
-/// stretches leaves all bits as they are.
+/// Number of rows (tokens) that feed-forward layers (MLPs) multiply at a time on a GPU. So many rows, called a stretch, are
+/// enough work for the GPU. Sums over rows, as in the gradient of a weight, are added stretch after stretch. So an MLP that is
+/// computed in tiles of whole stretches has the bits of one that is computed on all rows at once.
 pub const STRETCH_ROWS: usize = 4096;
 
 /// Device as the engine uses it: its memory and its operations on tensors. The trait is object safe and used
