@@ -11,6 +11,8 @@ use kernels::{
     AdaptedLayer, AdaptedLinearArgs, AdapterArgs, AttentionArgs, Backend, CpuBackend, CpuMath,
     DType, LossNeeds, MatmulArgs, Tag, Tensor, Transpose,
 };
+use memmap2::MmapMut;
+use std::sync::Arc;
 
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -93,6 +95,17 @@ fn gemm(c: &mut Criterion) {
     group.finish();
 }
 
+/// The tensor in huge pages, if the system grants them: the tiers of a run have their weights there.
+fn in_huge_pages(tensor: &Tensor) -> Tensor {
+    let bytes = tensor.as_bytes();
+    let mut map = MmapMut::map_anon(bytes.len()).unwrap();
+    #[cfg(target_os = "linux")]
+    // Only a hint. The ceilings say when the system grants none.
+    map.advise(memmap2::Advice::HugePage).ok();
+    map.copy_from_slice(bytes);
+    Tensor::from_foreign(Arc::new(map), None, 0, tensor.shape(), tensor.dtype()).unwrap()
+}
+
 /// One row times weights that no cache holds, as for each new token of a generation, on one thread and on all.
 fn decode(c: &mut Criterion) {
     use Transpose::{No, Yes};
@@ -103,6 +116,7 @@ fn decode(c: &mut Criterion) {
     for (n, k) in [(8192, 8192), (28_672, 3584)] {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let [x, w] = [[1, k], [n, k]].map(|s| random(&cpu, &s, dtype));
+            let w = in_huge_pages(&w);
             let bytes = (n * k * dtype.size_bytes()) as f64;
             let step = || drop(cpu.matmul(product((&x, No), (&w, Yes), dtype)).unwrap());
             let name = format!("{dtype} 1x{n}x{k}");

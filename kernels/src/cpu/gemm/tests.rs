@@ -382,6 +382,69 @@ fn products_of_one_row_have_the_bits_of_the_definition() {
     }
 }
 
+/// Operands end where a page ends, and the page behind cannot be read.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[test]
+fn products_read_nothing_behind_their_operands() {
+    const PAGE: usize = 4096;
+    let guarded = |values: &[u8]| {
+        let room = values.len().next_multiple_of(PAGE);
+        let mut map = memmap2::MmapMut::map_anon(room + PAGE).expect("memory");
+        map[room - values.len()..room].copy_from_slice(values);
+        let behind = map[room..].as_mut_ptr();
+        // SAFETY: the page belongs to this map, and no reference to it is left.
+        let changed = unsafe { libc::mprotect(behind.cast(), PAGE, libc::PROT_NONE) };
+        assert_eq!(changed, 0);
+        (map, room - values.len()..room)
+    };
+    let mut seed = 12;
+    for (m, n, k) in [
+        (1, 1, 1),
+        (1, 7, 3),
+        (1, 17, 300),
+        (1, 34, 2047),
+        (3, 9, 43),
+        (40, 35, 21),
+    ] {
+        let all = [m * k, k * n].map(|len| Values::new(len, &mut seed));
+        let wide = all
+            .each_ref()
+            .map(|x| guarded(bytemuck::cast_slice(&x.wide)));
+        let brain = all
+            .each_ref()
+            .map(|x| guarded(bytemuck::cast_slice(&x.brain)));
+        let half = all
+            .each_ref()
+            .map(|x| guarded(bytemuck::cast_slice(&x.half)));
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let [a, b] = [0, 1].map(|i| {
+                let bytes = match dtype {
+                    DType::BF16 => &brain[i],
+                    DType::F16 => &half[i],
+                    _ => &wide[i],
+                };
+                let bytes = &bytes.0[bytes.1.clone()];
+                match dtype {
+                    DType::BF16 => Floats::BF16(bytemuck::cast_slice(bytes)),
+                    DType::F16 => Floats::F16(bytemuck::cast_slice(bytes)),
+                    _ => Floats::F32(bytemuck::cast_slice(bytes)),
+                }
+            });
+            for [a_turned, b_turned] in [[false, true], [true, false]] {
+                let a = match a_turned {
+                    true => Matrix::new(a, k, m).transposed(),
+                    false => Matrix::new(a, m, k),
+                };
+                let b = match b_turned {
+                    true => Matrix::new(b, n, k).transposed(),
+                    false => Matrix::new(b, k, n),
+                };
+                check(&[Product::new(a, b, 1.0)], None, dtype, false);
+            }
+        }
+    }
+}
+
 #[test]
 fn stretches_cover_every_index_of_k_once() {
     for k in [0, 1, 16, 255, 256, 257, 511, 768, 1000, 4097] {

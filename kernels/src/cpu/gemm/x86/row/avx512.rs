@@ -1,8 +1,10 @@
-//! The form for AVX-512: a square is a cache line of sixteen columns, so a vector has the same `k` of sixteen columns.
+//! The form for AVX-512: a square is a cache line of sixteen columns. A vector of a transposed square has the same `k`
+//! of sixteen columns, or the same two `k` in 16 bits.
 //!
-//! A chain has one fused multiply-add per `k` and waits for each. So the chains of up to four stretches run at one time.
-//! Each of the sixteen columns is then read in runs of a page or half a page, and the next runs are prefetched one after
-//! the other, which memory serves faster than lines of many columns in turn.
+//! A chain has one fused multiply-add per `k` and waits for each. In 16 bits the chains of two stretches run in turn.
+//! A line of f32 has half the elements, so one chain is faster than memory, and one stretch at a time makes fewer
+//! streams. The columns of the next stretches are prefetched one after the other, which memory serves faster than
+//! lines of many columns in turn.
 
 #[allow(
     clippy::wildcard_imports,
@@ -16,8 +18,6 @@ use crate::{DType, Float};
 
 /// Columns per vector, and vectors of `k` per square.
 const N: usize = 16;
-/// Most stretches whose chains run at one time.
-const TOGETHER: usize = 4;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -58,11 +58,9 @@ struct Columns<T, const GROUPED: bool> {
 
 impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
     /// Elements of a column in one square.
-    const STEP: usize = if matches!(T::DTYPE, DType::BF16) {
-        2 * N
-    } else {
-        N
-    };
+    const STEP: usize = LINE / size_of::<T>();
+    /// Elements of a column in one word of 32 bits, and most stretches whose chains run in turn.
+    const PER_WORD: usize = size_of::<u32>() / size_of::<T>();
 
     /// # Safety
     /// As [`row_of`].
@@ -70,33 +68,29 @@ impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
     unsafe fn all(self, a: &[f32], stretch: usize, factor: f32, place: TileIo) {
         let mask = lanes(self.wide);
         let factor = _mm512_set1_ps(factor);
-        let (depth, whole) = (a.len(), stretch.is_multiple_of(Self::STEP));
-        // SAFETY: the caller's promises; all positions are below `depth`, and masked lanes are neither read nor written.
+        // SAFETY: the caller's promises; all positions are below the depth, and masked lanes are not accessed.
         unsafe {
             let mut sum = _mm512_maskz_loadu_ps(mask, place.from);
             let mut at = 0;
             // One stretch, if it is empty.
-            while at < depth || at == 0 {
-                let left = (depth - at) / stretch.max(1);
-                let len = if whole && left >= TOGETHER {
-                    for chain in self.together::<TOGETHER>(a, at, stretch) {
-                        sum = _mm512_fmadd_ps(factor, chain, sum);
-                    }
-                    TOGETHER * stretch
-                } else if whole && left >= 2 {
-                    for chain in self.together::<2>(a, at, stretch) {
-                        sum = _mm512_fmadd_ps(factor, chain, sum);
-                    }
-                    2 * stretch
-                } else {
-                    let len = stretch.min(depth - at);
-                    let chain = self.single(a.as_ptr().add(at), at, len);
-                    sum = _mm512_fmadd_ps(factor, chain, sum);
-                    len.max(1)
+            while at < a.len() || at == 0 {
+                let count = Self::count(a.len() - at, stretch);
+                sum = match count {
+                    0 => self.add_part(a, at, stretch, factor, sum),
+                    1 => self.add::<1>(a, at, stretch, factor, sum),
+                    _ => self.add::<2>(a, at, stretch, factor, sum),
                 };
-                at += len;
+                at += count.max(1) * stretch.max(1);
             }
             _mm512_mask_storeu_ps(place.to, mask, sum);
+        }
+    }
+
+    /// Number of stretches whose chains run in turn if `left` elements follow. 0: the next has no whole squares.
+    fn count(left: usize, stretch: usize) -> usize {
+        match stretch.is_multiple_of(Self::STEP) {
+            true => (left / stretch.max(1)).min(Self::PER_WORD),
+            false => 0,
         }
     }
 
@@ -112,73 +106,90 @@ impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
         starts
     }
 
-    /// The chains of `S` stretches from `at` on, whole squares each.
+    /// Adds the chains of `S` stretches from `at` on, whole squares each.
     ///
     /// # Safety
     /// The columns, and `a`, have these stretches.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn together<const S: usize>(self, a: &[f32], at: usize, stretch: usize) -> [__m512; S] {
+    unsafe fn add<const S: usize>(
+        self,
+        a: &[f32],
+        at: usize,
+        stretch: usize,
+        factor: __m512,
+        sum: __m512,
+    ) -> __m512 {
         let starts = self.starts(at);
-        let mut sums = [_mm512_setzero_ps(); S];
-        let next = at + S * stretch;
-        let mut next_lines = NextLines::new(self, next, a.len(), TOGETHER * stretch);
+        let mut chains = [_mm512_setzero_ps(); S];
+        let mut next_lines = NextLines::new(self, at + S * stretch, a.len(), stretch);
         // Spread over the squares.
         let lines = (N * next_lines.run).div_ceil(S * stretch / Self::STEP);
         let a = a.as_ptr().wrapping_add(at);
+        let mut squares = [[_mm512_setzero_si512(); N]; S];
         for k in (0..stretch).step_by(Self::STEP) {
-            for s in 0..S {
-                let k = k + s * stretch;
-                next_lines.prefetch(lines);
-                let mut lines = [_mm512_setzero_si512(); N];
-                // SAFETY: the caller's promises.
-                unsafe {
+            // SAFETY: the caller's promises.
+            unsafe {
+                for (s, square) in squares.iter_mut().enumerate() {
+                    next_lines.prefetch(lines);
+                    let mut lines = [_mm512_setzero_si512(); N];
                     for i in 0..N {
-                        lines[i] = line::<T>(starts[i].add(k));
+                        lines[i] = _mm512_loadu_si512(starts[i].add(k + s * stretch).cast());
                     }
-                    sums[s] = chain::<T, GROUPED>(transposed(lines), a.add(k), Self::STEP, sums[s]);
+                    *square = transposed(lines);
                 }
+                continue_chains::<T, S, GROUPED>(
+                    &squares,
+                    (a.add(k), stretch),
+                    Self::STEP,
+                    &mut chains,
+                );
             }
         }
-        sums
+        let add = |sum, chain| _mm512_fmadd_ps(factor, chain, sum);
+        chains.into_iter().fold(sum, add)
     }
 
-    /// The chain of one stretch of `len` elements from `at` on.
+    /// Adds the chain of up to one stretch from `at` on.
     ///
     /// # Safety
-    /// The columns have this stretch, and `a` points to as many elements.
+    /// The columns have the length of `a`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn single(self, a: *const f32, at: usize, len: usize) -> __m512 {
-        let starts = self.starts(at);
-        let mut sum = _mm512_setzero_ps();
+    unsafe fn add_part(
+        self,
+        a: &[f32],
+        at: usize,
+        stretch: usize,
+        factor: __m512,
+        sum: __m512,
+    ) -> __m512 {
+        let (starts, len) = (self.starts(at), stretch.min(a.len() - at));
+        let a = a.as_ptr().wrapping_add(at);
+        let mut part = [_mm512_setzero_ps()];
         let mut lines = [_mm512_setzero_si512(); N];
         let mut k = 0;
         // SAFETY: the caller's promises.
         unsafe {
-            while k + Self::STEP <= len {
+            while k < len {
+                let wide = Self::STEP.min(len - k);
                 for i in 0..N {
-                    lines[i] = line::<T>(starts[i].add(k));
+                    lines[i] = line_of::<T>(starts[i].add(k), wide);
                 }
-                sum = chain::<T, GROUPED>(transposed(lines), a.add(k), Self::STEP, sum);
-                k += Self::STEP;
-            }
-            if k < len {
-                for i in 0..N {
-                    lines[i] = line_end::<T>(starts[i].add(k), len - k);
-                }
-                sum = chain::<T, GROUPED>(transposed(lines), a.add(k), len - k, sum);
+                let square = [transposed(lines)];
+                continue_chains::<T, 1, GROUPED>(&square, (a.add(k), 0), wide, &mut part);
+                k += wide;
             }
         }
-        sum
+        _mm512_fmadd_ps(factor, part[0], sum)
     }
 }
 
-/// Lines of the next runs of all columns, in the order in which they are prefetched: column after column.
+/// Lines of the next stretches of all columns, in the order in which they are prefetched: column after column.
 struct NextLines {
     line: *const u8,
     column: *const u8,
-    /// Lines left of the column's run, and of each later one.
+    /// Lines left of the column's stretches, and lines of each column.
     left: usize,
     run: usize,
     /// Bytes from column to column.
@@ -186,20 +197,21 @@ struct NextLines {
 }
 
 impl NextLines {
-    /// Runs of up to `elems` elements from `at` on, or from the start of the next columns where these end at `depth`.
+    /// Stretches whose chains run in turn from `at` on, or of the next columns where these end at `depth`.
     #[inline(always)]
-    fn new<T, const G: bool>(
+    fn new<T: Float, const G: bool>(
         columns: Columns<T, G>,
         at: usize,
         depth: usize,
-        elems: usize,
+        stretch: usize,
     ) -> Self {
         let (column, left) = if at < depth {
             (columns.start.wrapping_add(at), depth - at)
         } else {
             (columns.start.wrapping_add(N * columns.stride), depth)
         };
-        let run = (elems.min(left) * size_of::<T>()).div_ceil(LINE);
+        let elems = left.min(Columns::<T, G>::count(left, stretch).max(1) * stretch);
+        let run = (elems * size_of::<T>()).div_ceil(LINE);
         Self {
             line: column.cast(),
             column: column.cast(),
@@ -224,40 +236,18 @@ impl NextLines {
     }
 }
 
-/// The elements of a column in one square: sixteen f32, or sixteen pairs of bf16. Those of f16 become f32.
+/// The first `len` elements of a column in one square, followed by zeros.
 ///
 /// # Safety
-/// `from` points to as many elements as a square has.
+/// `from` points to `len` elements, at most as many as a square has.
 #[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn line<T: Float>(from: *const T) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if T::DTYPE == DType::F16 {
-            let halves = std::ptr::read_unaligned(from.cast::<__m256i>());
-            _mm512_castps_si512(_mm512_cvtph_ps(halves))
-        } else {
-            _mm512_loadu_si512(from.cast())
-        }
-    }
-}
-
-/// As [`line`] for the last `len` elements of a column, followed by zeros.
-///
-/// # Safety
-/// `from` points to `len` elements, fewer than a square has.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn line_end<T: Float>(from: *const T, len: usize) -> __m512i {
-    let mask = (1u32 << len) - 1;
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn line_of<T: Float>(from: *const T, len: usize) -> __m512i {
+    let mask = u32::MAX >> (u32::BITS - len as u32);
     // SAFETY: the caller's promise; masked lanes are not read.
     unsafe {
-        match T::DTYPE {
-            DType::BF16 => _mm512_maskz_loadu_epi16(mask, from.cast()),
-            DType::F16 => {
-                let halves = _mm256_maskz_loadu_epi16(mask as __mmask16, from.cast());
-                _mm512_castps_si512(_mm512_cvtph_ps(halves))
-            }
+        match size_of::<T>() {
+            2 => _mm512_maskz_loadu_epi16(mask, from.cast()),
             _ => _mm512_maskz_loadu_epi32(mask as __mmask16, from.cast()),
         }
     }
@@ -299,51 +289,56 @@ fn transposed(x: [__m512i; N]) -> [__m512i; N] {
     out
 }
 
-/// Continues the chains by `len` elements.
+/// Continues the chains of `S` stretches by `len` elements each, in turn: a chain waits for each of its sums.
 ///
 /// # Safety
-/// `a` points to `len` elements, at most as many as a square has.
+/// `a` points to `len` elements of the first stretch, at most as many as a square has; those of each later stretch are
+/// `stretch` further on.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn chain<T: Float, const GROUPED: bool>(
-    square: [__m512i; N],
-    a: *const f32,
+unsafe fn continue_chains<T: Float, const S: usize, const GROUPED: bool>(
+    squares: &[[__m512i; N]; S],
+    (a, stretch): (*const f32, usize),
     len: usize,
-    mut sum: __m512,
-) -> __m512 {
-    let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-    // A square is a group, so its two sums start at zero.
-    let (mut evens, mut odds) = (_mm512_setzero_ps(), _mm512_setzero_ps());
-    for (i, words) in square.into_iter().enumerate() {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if T::DTYPE != DType::BF16 {
-                if i < len {
-                    let left = _mm512_set1_ps(*a.add(i));
-                    sum = _mm512_fmadd_ps(left, _mm512_castsi512_ps(words), sum);
-                }
-                continue;
-            }
-            if 2 * i < len {
-                let left = _mm512_set1_ps(*a.add(2 * i));
-                let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
-                match GROUPED {
-                    true => evens = _mm512_fmadd_ps(left, even, evens),
-                    false => sum = _mm512_fmadd_ps(left, even, sum),
-                }
-            }
-            if 2 * i + 1 < len {
-                let left = _mm512_set1_ps(*a.add(2 * i + 1));
-                let odd = _mm512_castsi512_ps(_mm512_and_si512(words, high));
-                match GROUPED {
-                    true => odds = _mm512_fmadd_ps(left, odd, odds),
-                    false => sum = _mm512_fmadd_ps(left, odd, sum),
+    sums: &mut [__m512; S],
+) {
+    let per_word = Columns::<T, GROUPED>::PER_WORD;
+    // A square is a group, so its sums start at zero: those of even and of odd elements.
+    let mut halves = [[_mm512_setzero_ps(); 2]; S];
+    for i in 0..N {
+        for odd in 0..per_word {
+            let k = per_word * i + odd;
+            if k < len {
+                for s in 0..S {
+                    // SAFETY: the caller's promise.
+                    let left = _mm512_set1_ps(unsafe { *a.add(k + s * stretch) });
+                    let right = widened::<T>(squares[s][i], odd);
+                    let sum = match GROUPED {
+                        true => &mut halves[s][odd],
+                        false => &mut sums[s],
+                    };
+                    *sum = _mm512_fmadd_ps(left, right, *sum);
                 }
             }
         }
     }
-    match GROUPED {
-        true => _mm512_add_ps(sum, _mm512_add_ps(evens, odds)),
-        false => sum,
+    if GROUPED {
+        for (sum, [even, odd]) in sums.iter_mut().zip(halves) {
+            *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
+        }
+    }
+}
+
+/// The first or second element of each word as f32.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn widened<T: Float>(words: __m512i, second: usize) -> __m512 {
+    let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+    match (T::DTYPE, second) {
+        (DType::BF16, 0) => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)),
+        (DType::BF16, _) => _mm512_castsi512_ps(_mm512_and_si512(words, high)),
+        (DType::F16, 0) => _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)),
+        (DType::F16, _) => _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(words))),
+        _ => _mm512_castsi512_ps(words),
     }
 }
