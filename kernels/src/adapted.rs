@@ -185,6 +185,7 @@ impl<'a> AdaptedLayer<'a> {
     }
 
     /// The layer without its bias, which the gradients do not depend on.
+    #[cfg(feature = "cuda")]
     pub(crate) fn unbiased(self) -> Self {
         Self { bias: None, ..self }
     }

@@ -11,8 +11,10 @@ use crate::error::{KernelError, shape_error};
 use crate::pool::Tag;
 use crate::{DType, Tensor};
 use bytemuck::{Pod, Zeroable};
+#[cfg(feature = "cuda")]
 use std::any::Any;
 use std::ops::Range;
+#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 /// Flat array in a device's memory that is changed in place: one model state (weights, gradient sums or
@@ -23,8 +25,10 @@ use std::sync::Arc;
 pub struct Resident {
     all: Tensor,
     /// Event recorded after the last change, if any. Reads wait for it only.
+    #[cfg(feature = "cuda")]
     written: Option<Arc<dyn Any + Send + Sync>>,
     /// Event recorded after the last use, while the state is borrowed.
+    #[cfg(feature = "cuda")]
     borrowed: Option<Arc<dyn Any + Send + Sync>>,
 }
 

@@ -41,6 +41,7 @@ pub(super) struct Allocator {
     /// Blocks at the upper end of an arena: lines by start.
     upper: BTreeMap<usize, usize>,
     /// High-water mark of the lines at the upper end, holes included.
+    #[cfg(any(test, feature = "cuda"))]
     upper_reached: usize,
 }
 
@@ -169,6 +170,7 @@ impl Allocator {
     }
 
     /// Lines by which the pool would grow for a block at the upper end of an arena. `None` if it does not fit.
+    #[cfg(any(test, feature = "cuda"))]
     pub(super) fn upper_growth(&self, lines: usize) -> Option<usize> {
         let upper = self.upper() + lines;
         let all = self.segments.first()?.lines;
@@ -177,6 +179,7 @@ impl Allocator {
     }
 
     /// Allocates a range at the upper end of an arena, which must have enough free lines.
+    #[cfg(any(test, feature = "cuda"))]
     pub(super) fn take_upper(&mut self, lines: usize) -> Allocation {
         let upper = self.upper() + lines;
         let start = self.segments[0].lines - upper;

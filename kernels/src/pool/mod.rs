@@ -647,6 +647,7 @@ mod tests {
     }
 
     /// Sizes of blocks, and after how many later blocks each is freed.
+    #[cfg(feature = "cuda")]
     const RUN: [(usize, usize); 7] = [
         (640, 2),
         (6400, 6),

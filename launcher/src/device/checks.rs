@@ -7,6 +7,10 @@ use kernels::{Backend, KernelList};
 
 /// What became of a check.
 #[derive(Debug)]
+#[cfg_attr(
+    not(feature = "cuda"),
+    expect(dead_code, reason = "only checks of a GPU have outcomes")
+)]
 pub(crate) enum Outcome {
     Begins,
     /// The operation differs or failed, with the evidence.
