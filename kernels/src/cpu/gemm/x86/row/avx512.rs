@@ -239,7 +239,7 @@ impl NextLines {
 /// The first `len` elements of a column in one square, followed by zeros.
 ///
 /// # Safety
-/// `from` points to `len` elements, at most as many as a square has.
+/// `from` points to `len` elements, at least one and at most as many as a square has.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn line_of<T: Float>(from: *const T, len: usize) -> __m512i {
