@@ -1,10 +1,10 @@
 //! The form for AVX-512: a square is a cache line of sixteen columns. A vector of a transposed square has the same `k`
 //! of sixteen columns, or the same two `k` in 16 bits.
 //!
-//! A chain has one fused multiply-add per `k` and waits for each. In 16 bits the chains of two stretches run in turn.
-//! A line of f32 has half the elements, so one chain is faster than memory, and one stretch at a time makes fewer
-//! streams. The columns of the next stretches are prefetched one after the other, which memory serves faster than
-//! lines of many columns in turn.
+//! A chain is the sum over one stretch of `k`: a fused multiply-add per `k`, each of which waits for the one before. In
+//! 16 bits two stretches are summed in turn, so that one works while the other waits. A line of f32 has half the
+//! elements, so one chain is faster than memory, and the processor reads fewer places at a time. The columns of the
+//! next stretches are prefetched one after the other, which memory serves faster than lines of many columns in turn.
 
 #[allow(
     clippy::wildcard_imports,
@@ -52,7 +52,9 @@ pub(super) unsafe fn row_of<T: Float, const GROUPED: bool>(
 #[derive(Clone, Copy)]
 struct Columns<T, const GROUPED: bool> {
     start: *const T,
+    /// Elements from column to column.
     stride: usize,
+    /// Number of columns.
     wide: usize,
 }
 
@@ -128,7 +130,7 @@ impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
         let a = a.as_ptr().wrapping_add(at);
         let mut squares = [[_mm512_setzero_si512(); N]; S];
         for k in (0..stretch).step_by(Self::STEP) {
-            // SAFETY: the caller's promises.
+            // SAFETY: a stretch has whole squares, so each ends within its stretch, in the columns and in `a`.
             unsafe {
                 for (s, square) in squares.iter_mut().enumerate() {
                     next_lines.prefetch(lines);
@@ -153,7 +155,7 @@ impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
     /// Adds the chain of up to one stretch from `at` on.
     ///
     /// # Safety
-    /// The columns have the length of `a`.
+    /// The columns have the length of `a`, which does not end before `at`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn add_part(
@@ -169,7 +171,7 @@ impl<T: Float, const GROUPED: bool> Columns<T, GROUPED> {
         let mut part = [_mm512_setzero_ps()];
         let mut lines = [_mm512_setzero_si512(); N];
         let mut k = 0;
-        // SAFETY: the caller's promises.
+        // SAFETY: `k + wide` is at most `len`, and the columns and `a` have `len` elements from `at` on.
         unsafe {
             while k < len {
                 let wide = Self::STEP.min(len - k);
@@ -197,7 +199,8 @@ struct NextLines {
 }
 
 impl NextLines {
-    /// Stretches whose chains run in turn from `at` on, or of the next columns where these end at `depth`.
+    /// Lines of the stretches that are summed in turn from `at` on. Where the columns end there, at `depth`, lines of
+    /// the next columns.
     #[inline(always)]
     fn new<T: Float, const G: bool>(
         columns: Columns<T, G>,
@@ -289,7 +292,7 @@ fn transposed(x: [__m512i; N]) -> [__m512i; N] {
     out
 }
 
-/// Continues the chains of `S` stretches by `len` elements each, in turn: a chain waits for each of its sums.
+/// Adds `len` products to each of the `S` sums. They take turns, since an addition waits for the one before to its sum.
 ///
 /// # Safety
 /// `a` points to `len` elements of the first stretch, at most as many as a square has; those of each later stretch are
@@ -303,14 +306,14 @@ unsafe fn continue_chains<T: Float, const S: usize, const GROUPED: bool>(
     sums: &mut [__m512; S],
 ) {
     let per_word = Columns::<T, GROUPED>::PER_WORD;
-    // A square is a group, so its sums start at zero: those of even and of odd elements.
+    // In the order of AMX, the even and the odd elements of a square have sums of their own, which start at zero.
     let mut halves = [[_mm512_setzero_ps(); 2]; S];
     for i in 0..N {
         for odd in 0..per_word {
             let k = per_word * i + odd;
             if k < len {
                 for s in 0..S {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: `k` is below `len`, and the caller's promise.
                     let left = _mm512_set1_ps(unsafe { *a.add(k + s * stretch) });
                     let right = widened::<T>(squares[s][i], odd);
                     let sum = match GROUPED {
