@@ -107,8 +107,11 @@ impl SpillDirectory {
 
 impl Drop for SpillDirectory {
     fn drop(&mut self) {
-        // Releases the lock first. The directory stays while another process holds the lock.
-        self.lock = None;
+        // Releases the lock first, also if a forked child has a copy of the descriptor. The directory stays while another
+        // process holds the lock.
+        if let Some(lock) = self.lock.take() {
+            let _closed_next = lock.unlock();
+        }
         remove_if_dead(&self.path);
     }
 }

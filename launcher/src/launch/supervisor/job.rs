@@ -34,7 +34,14 @@ pub struct Job {
 /// Shared lock on a job's private directory, by which other jobs see that this job lives.
 #[derive(Debug)]
 pub struct Held {
-    _lock: File,
+    lock: File,
+}
+
+impl Drop for Held {
+    /// Unlocks the directory, also if a forked child that has not yet started its program has a copy of the descriptor.
+    fn drop(&mut self) {
+        let _closed_next = self.lock.unlock();
+    }
 }
 
 /// Holds `job_dir`, a job's private directory, for this process.
@@ -49,7 +56,7 @@ pub fn hold(job_dir: &Path) -> Result<Held, Failure> {
         .write(true)
         .mode(0o600)
         .open(&path)
-        .and_then(|lock| lock.lock_shared().map(|()| Held { _lock: lock }))
+        .and_then(|lock| lock.lock_shared().map(|()| Held { lock }))
         .map_err(|error| Failure::io(ErrorCode::Disk, both("lock", "锁定"), &path, &error))
 }
 
