@@ -35,6 +35,7 @@ PACKS = {
     "minicpm-v-2_6": "minicpm-v-2_6",
     "minicpm-o-2_6": "minicpm-o-2_6",
     "cogagent-chat": "cogagent-chat-hf",
+    "cogvlm-chat": "cogvlm-chat-hf",
     "glm-4v-9b": "glm-4v-9b",
     "cogvlm2-llama3-chat-19b": "cogvlm2-llama3-chat-19B",
 }

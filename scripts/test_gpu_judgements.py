@@ -526,6 +526,12 @@ class Shared(unittest.TestCase):
         self.assertNotEqual(tiles.judged(log(9, [2.0, 1.0]), norms)[1], [])
         self.assertNotEqual(tiles.judged(log(9, []), log(5, []))[1], [])
 
+    def test_every_headline_case_has_a_published_and_a_small_model(self):
+        published = ROOT / "launcher/src/commands/synth/configs"
+        for case in json.loads((ROOT / "scripts/headline.json").read_text()):
+            whole, small = (headline.model_config(case, tiny, published) for tiny in (False, True))
+            self.assertEqual(whole["architectures"], small["architectures"], case["name"])
+
     def test_losses_of_the_first_updates_are_compared(self):
         self.assertEqual(start.differences([2.0, 1.0], [2.0, 1.00015])[1], [])
         self.assertEqual(start.differences([2.0, 1.0], [2.0, 1.001])[1], ["update 2: loss 1.001 instead of 1.0"])
