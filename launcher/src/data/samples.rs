@@ -59,14 +59,28 @@ impl SampleSet {
         }
     }
 
-    /// Lines about the files: the form of each, and its keys without effect.
+    /// Lines about the files: the form of each, and what the model does not see of them.
     pub(crate) fn lines(&self) -> Vec<Text> {
-        let files = self.files.iter();
-        files
-            .flat_map(|file| std::iter::once(file.form()).chain(file.without_effect()))
-            .chain(self.mix().line())
-            .chain(self.losses.lines())
-            .collect()
+        let forms = self.files.iter().map(DataFile::form);
+        forms.chain(self.mix().line()).chain(self.unseen()).collect()
+    }
+
+    /// A line for each part of the data that the model does not see.
+    pub(crate) fn unseen(&self) -> impl Iterator<Item = Text> {
+        let keys = self.files.iter().filter_map(DataFile::without_effect);
+        keys.chain(self.losses.lines()).chain(self.truncated())
+    }
+
+    /// How many samples `--model-max-length` truncates, if any.
+    fn truncated(&self) -> Option<Text> {
+        let sizes = self.sizes.iter();
+        let cut = sizes.filter(|size| size.untruncated_tokens > size.tokens);
+        let (count, all) = (cut.clone().count(), self.sizes.len());
+        let longest = cut.map(|size| size.untruncated_tokens).max()?;
+        Some(text!(
+            "--model-max-length cuts off the end of {count} of {all} samples; {longest} tokens would keep the longest",
+            "--model-max-length 截去了 {all} 个样本中 {count} 个的结尾；{longest} 个 token 才能保留最长的样本"
+        ))
     }
 }
 

@@ -10,7 +10,6 @@ use super::{
     settle, spill_directories, stage_line, stages, suggestion,
 };
 use crate::config::{Device, Found, RunConfig, RunPlan, check_faults, fault_lines};
-use crate::data::files::DataFile;
 use crate::data::images::LargestImage;
 use crate::data::{SampleSet, Sampler, Taken, check};
 use crate::error::Failure;
@@ -161,8 +160,7 @@ fn show_files(set: &SampleSet, is_demo: bool, show: &mut dyn FnMut(Event)) {
         let label = both("mix", "混合").into();
         show(Event::Info { label, text });
     }
-    let ignored = set.files.iter().filter_map(DataFile::without_effect);
-    for text in ignored.chain(set.losses.lines()) {
+    for text in set.unseen() {
         show(Event::Warning { text });
     }
 }

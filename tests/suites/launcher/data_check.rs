@@ -193,6 +193,13 @@ fn a_run_and_a_check_name_the_form_the_keys_and_what_images_lose() {
     assert_says(&text, &words);
     let screen = site.train("--data data/odd.json --max-steps 1").screen;
     assert_says(&screen, &words);
+    assert!(!screen.contains("--model-max-length"), "{screen}");
+    let mut long = asked("<image>s", GRAY);
+    long["messages"][1]["content"] = json!("A ".repeat(300));
+    site.write_samples("long", &[asked("<image>q", GRAY), long]);
+    let line = "--data data/long.json --max-steps 1 --model-max-length 200 --output long";
+    let cut = "--model-max-length cuts off the end of 1 of 2 samples; ";
+    assert_says(&site.train(line).screen, &[cut]);
     let (_, report) = check(
         &site,
         "data/odd.json --model model --json --exif-rotation apply",
