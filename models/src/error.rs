@@ -104,6 +104,12 @@ pub enum ModelError {
         /// What is wrong with the target.
         reason: String,
     },
+    /// A module to train in full beside adapters has no parameters.
+    #[error("module to save {module:?}: the model has no such module")]
+    SavedModule {
+        /// The module, by the last parts of its path.
+        module: String,
+    },
     /// A batch was packed by a model of another family.
     #[error("the images of the batch are not those of {expected}")]
     ForeignBatch {

@@ -90,6 +90,23 @@ impl LoraConfig {
             .iter()
             .any(|module| in_module(name, module))
     }
+
+    /// Checks that each of `modules_to_save` has parameters. `names` are those of all parameters.
+    ///
+    /// # Errors
+    /// [`ModelError::SavedModule`] for the first without.
+    pub(crate) fn check_saved<'s>(
+        &self,
+        names: impl Iterator<Item = &'s str> + Clone,
+    ) -> Result<()> {
+        let has_none = |module: &&String| !names.clone().any(|name| in_module(name, module));
+        match self.modules_to_save.iter().find(has_none) {
+            Some(module) => Err(ModelError::SavedModule {
+                module: module.clone(),
+            }),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Factor of an adapter's output: `alpha / rank`, or `alpha / √rank` with `use_rslora`.
@@ -151,11 +168,8 @@ impl TargetMatcher {
         let Some(layers) = &self.layers else {
             return true;
         };
-        let number = path
-            .split_once(".layers.")
-            .and_then(|(_, rest)| rest.split('.').next());
-        let number = number.and_then(|number| number.parse::<usize>().ok());
-        path.starts_with(self.language.prefix) && number.is_some_and(|n| layers.contains(&n))
+        path.starts_with(self.language.prefix)
+            && layer_of(path).is_some_and(|n| layers.contains(&n))
     }
 
     fn is_target(&self, path: &str) -> bool {
@@ -167,6 +181,30 @@ impl TargetMatcher {
             (LoraTargets::Modules(paths), _) => paths.contains(path),
             (LoraTargets::Pattern(_), Some(pattern)) => pattern.is_match(path),
             (LoraTargets::Pattern(_), None) => false,
+        }
+    }
+
+    /// Checks that each listed projection is a module of the language model and each selected layer exists. `paths` are
+    /// those of all modules.
+    ///
+    /// # Errors
+    /// [`ModelError::AdapterTarget`] for the first that is missing.
+    pub(crate) fn check<'s>(&self, paths: impl Iterator<Item = &'s str> + Clone) -> Result<()> {
+        let missing =
+            |target: String, reason: String| Err(ModelError::AdapterTarget { target, reason });
+        let paths = paths.filter(|path| path.starts_with(self.language.prefix));
+        let is_there = |end: &&String| paths.clone().any(|path| path.ends_with(end.as_str()));
+        if let Some(end) = self.ends.iter().find(|end| !is_there(end)) {
+            let reason = "it matches no linear layer of the language model";
+            return missing(end[1..].to_owned(), reason.to_owned());
+        }
+        let layers = paths.filter_map(layer_of).max().map_or(0, |last| last + 1);
+        match &self.layers {
+            Some(range) if range.end > layers => missing(
+                format!("{}..{}", range.start, range.end),
+                format!("the language model has {layers} layers"),
+            ),
+            _ => Ok(()),
         }
     }
 
@@ -187,6 +225,16 @@ impl TargetMatcher {
             LoraTargets::Modules(paths) => paths.iter().cloned().collect::<Vec<_>>().join(","),
         }
     }
+}
+
+/// Index of the layer that the module at `path` is in.
+fn layer_of(path: &str) -> Option<usize> {
+    path.split_once(".layers.")?
+        .1
+        .split('.')
+        .next()?
+        .parse()
+        .ok()
 }
 
 /// The ends of paths of a list of projections.

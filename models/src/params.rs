@@ -101,7 +101,7 @@ impl<'a> ParamBuilder<'a> {
     /// Ends the declaration and returns the model's units and parameters.
     ///
     /// # Errors
-    /// When adapters are configured and no layer matches.
+    /// When adapters are configured, and no layer matches, or a name in their settings is of no module or layer.
     pub fn finish(self) -> Result<ModelSpec> {
         Ok(self.finish_with_split()?.0)
     }
@@ -112,13 +112,22 @@ impl<'a> ParamBuilder<'a> {
     /// # Errors
     /// As [`ParamBuilder::finish`].
     pub fn finish_with_split(self) -> Result<(ModelSpec, SplitAdapters)> {
-        match &self.lora {
-            Some((_, matcher)) if self.adapters == 0 => Err(ModelError::AdapterTarget {
-                target: matcher.text(),
-                reason: "it matches no linear layer of the model".into(),
-            }),
-            _ => Ok((self.spec, self.split)),
+        if let Some((config, matcher)) = &self.lora {
+            let names = self.spec.params.iter().map(|param| param.name.as_str());
+            matcher.check(
+                names
+                    .clone()
+                    .filter_map(|name| name.strip_suffix(".weight")),
+            )?;
+            if self.adapters == 0 {
+                return Err(ModelError::AdapterTarget {
+                    target: matcher.text(),
+                    reason: "it matches no linear layer of the model".into(),
+                });
+            }
+            config.check_saved(names)?;
         }
+        Ok((self.spec, self.split))
     }
 }
 
@@ -344,5 +353,21 @@ mod tests {
         assert!(matches!(none, ModelError::AdapterTarget { .. }));
         let head = build(Some(&lora("head|.*q_proj"))).unwrap_err();
         assert!(head.to_string().contains("head cannot take"));
+    }
+
+    #[test]
+    fn every_name_in_the_settings_of_adapters_must_exist() {
+        let misspelt = build(Some(&lora("q_proj,v_porj"))).unwrap_err();
+        assert!(misspelt.to_string().contains("v_porj"), "{misspelt}");
+        let with = |saved: &str, layers| LoraConfig {
+            modules_to_save: vec!["norm".into(), saved.into()],
+            layers,
+            ..lora("attn")
+        };
+        assert!(build(Some(&with("head", Some(0..1)))).is_ok());
+        let saved = build(Some(&with("nrom", None))).unwrap_err();
+        assert!(matches!(saved, ModelError::SavedModule { .. }), "{saved}");
+        let layers = build(Some(&with("head", Some(0..2)))).unwrap_err();
+        assert!(layers.to_string().contains("has 1 layers"), "{layers}");
     }
 }

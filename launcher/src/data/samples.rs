@@ -62,7 +62,10 @@ impl SampleSet {
     /// Lines about the files: the form of each, and what the model does not see of them.
     pub(crate) fn lines(&self) -> Vec<Text> {
         let forms = self.files.iter().map(DataFile::form);
-        forms.chain(self.mix().line()).chain(self.unseen()).collect()
+        forms
+            .chain(self.mix().line())
+            .chain(self.unseen())
+            .collect()
     }
 
     /// A line for each part of the data that the model does not see.

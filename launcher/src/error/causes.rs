@@ -157,6 +157,9 @@ fn model(error: &ModelError) -> Option<String> {
         ModelError::AdapterTarget { target, reason } => {
             format!("适配器目标 {target:?}：{reason}")
         }
+        ModelError::SavedModule { module } => {
+            format!("要完整训练的模块 {module:?}：模型中没有这个模块")
+        }
         ModelError::NotFinite { prompt, token } => {
             format!("对第 {prompt} 个提示的回答中，第 {token} 个 token 的分数为无穷大或 NaN")
         }

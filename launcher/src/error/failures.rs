@@ -117,6 +117,12 @@ pub(crate) fn model(doing: impl Into<Text>, error: &ModelError) -> Failure {
             chain(error),
         )
         .next(both("--lora-target-modules takes a regular expression over module names, or names such as q_proj,v_proj", "--lora-target-modules 接受匹配模块名的正则表达式，或 q_proj,v_proj 这样的名称")),
+        ModelError::SavedModule { module } => Failure::new(
+            ErrorCode::Usage,
+            both("this model cannot be set up with these flags", "无法按这些参数设置该模型"),
+            chain(error),
+        )
+        .next(text!("omit {module} from --modules-to-save, or name modules by parts of their path, such as embed_tokens", "请从 --modules-to-save 中去掉 {module}，或用路径中的模块名指定，如 embed_tokens")),
         ModelError::QuantizedTrains { .. } => Failure::new(
             ErrorCode::Usage,
             both("quantized weights cannot train", "压缩存储的权重不能训练"),
