@@ -329,6 +329,20 @@ fn image_tokens_follow_the_begin_token_wherever_the_marker_is() {
     }
     let named = ask(json!({"<image_00>": "a"}), "<image_00>\nWhat is it?");
     assert_eq!(encode(VLM, &named).unwrap(), plain);
+    for (turns, later) in [
+        (["q", "a", "look <image> here", "b"], true),
+        (["q", "Here <image> it is", "r", "b"], false),
+        (["q", "a", "r", "<image>"], false),
+    ] {
+        let roles = ["user", "assistant", "user", "assistant"];
+        let turns: Vec<_> = roles.into_iter().zip(turns).collect();
+        let error = encode(VLM, &sample(json!("a"), &turns)).unwrap_err();
+        let expected = match later {
+            true => matches!(error, SampleError::LaterImage { turn: 2 }),
+            false => matches!(error, SampleError::SpokenImage { .. }),
+        };
+        assert!(expected, "{error}");
+    }
 }
 
 #[test]

@@ -93,9 +93,13 @@ impl CogProcessor {
         })
     }
 
-    /// Checks markers: an image has one place whatever the text says, so markers may be anywhere, but not without an image.
+    /// Checks markers: an image precedes the whole conversation, so one marker may be anywhere in the first question.
     fn check_markers(&self, sample: &RawSample) -> Result<(), SampleError> {
-        check_abilities(sample, Abilities::default())?;
+        let can = Abilities {
+            first_turn_only: true,
+            ..Abilities::default()
+        };
+        check_abilities(sample, can)?;
         if sample.images.len() > 1 {
             return Err(SampleError::TooManyImages {
                 images: sample.images.len(),

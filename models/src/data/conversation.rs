@@ -2,8 +2,11 @@
 
 use std::borrow::Cow;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
-use super::{EncodeOptions, IGNORED, RawSample, SampleError, SampleTokens};
+use regex::Regex;
+
+use super::{EncodeOptions, IGNORED, RawSample, SampleError, SampleTokens, VIDEO};
 use crate::image::{Decoded, ImageError, ImageSource, short_path};
 use crate::text::literal::hide;
 use crate::text::{Message, Tokenizer};
@@ -99,18 +102,43 @@ pub(crate) struct Abilities {
     pub(crate) videos: bool,
     /// Its template has a switch for thoughts.
     pub(crate) thinking: bool,
+    /// It shows images in the user's first turn only.
+    pub(crate) first_turn_only: bool,
 }
+
+static IMAGE_MARK: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"<image(_\d+)?>").expect("a constant pattern is valid"));
 
 /// Fails if a sample asks for something that the family cannot do.
 ///
 /// # Errors
-/// [`SampleError::Video`] or [`SampleError::Thinking`].
+/// [`SampleError::Video`], [`SampleError::Thinking`], [`SampleError::SpokenImage`] or [`SampleError::LaterImage`].
 pub(crate) fn check_abilities(sample: &RawSample, can: Abilities) -> Result<(), SampleError> {
     match (&sample.videos[..], sample.enable_thinking) {
         ([_, ..], _) if !can.videos => Err(SampleError::Video),
         (_, Some(_)) if !can.thinking => Err(SampleError::Thinking),
-        _ => Ok(()),
+        _ => check_image_turns(sample, can.first_turn_only),
     }
+}
+
+/// Fails if the mark of an image or video stands in a turn that shows none.
+fn check_image_turns(sample: &RawSample, first_turn_only: bool) -> Result<(), SampleError> {
+    let (has_stills, has_videos) = (!sample.stills().is_empty(), !sample.videos.is_empty());
+    let first = first_question(&sample.conversations);
+    for (turn, message) in sample.conversations.iter().enumerate() {
+        let shows = has_stills && IMAGE_MARK.is_match(&message.content);
+        if !(shows || has_videos && message.content.contains(VIDEO)) {
+            continue;
+        }
+        if matches!(message.role.as_str(), "assistant" | "system") {
+            let role = message.role.clone();
+            return Err(SampleError::SpokenImage { turn, role });
+        }
+        if first_turn_only && turn != first {
+            return Err(SampleError::LaterImage { turn });
+        }
+    }
+    Ok(())
 }
 
 /// Index of the user's first turn, before which an image without a mark stands.
@@ -301,6 +329,43 @@ mod tests {
             none,
             Err(SampleError::NoSupervisedTurn { answers: 2 })
         ));
+    }
+
+    #[test]
+    fn images_stand_in_turns_that_the_model_sees() {
+        let marked = |at: usize, mark: &str| {
+            let roles = ["system", "user", "assistant", "user", "observation"];
+            let mut conversations = turns(&roles);
+            conversations[at].content = format!("a {mark} b");
+            RawSample {
+                images: vec![("<image_00>".to_owned(), PathBuf::from("a.png"))],
+                conversations,
+                ..RawSample::default()
+            }
+        };
+        let anywhere = Abilities::default();
+        let first_turn_only = Abilities {
+            first_turn_only: true,
+            ..anywhere
+        };
+        for mark in ["<image>", "<image_00>"] {
+            for at in [0, 2] {
+                let error = check_abilities(&marked(at, mark), anywhere).unwrap_err();
+                let found = matches!(error, SampleError::SpokenImage { turn, .. } if turn == at);
+                assert!(found, "{at}: {error}");
+                let mut without = marked(at, mark);
+                without.images.clear();
+                assert!(check_abilities(&without, first_turn_only).is_ok(), "{at}");
+            }
+            for at in [1, 3, 4] {
+                assert!(check_abilities(&marked(at, mark), anywhere).is_ok(), "{at}");
+                let later = check_abilities(&marked(at, mark), first_turn_only);
+                let refused = matches!(later, Err(SampleError::LaterImage { turn }) if turn == at);
+                assert_eq!(refused, at != 1, "{at}: {later:?}");
+            }
+        }
+        let plain = marked(2, &crate::text::literal::hidden("<image>"));
+        assert!(check_abilities(&plain, first_turn_only).is_ok());
     }
 
     #[test]

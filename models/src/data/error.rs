@@ -73,6 +73,16 @@ pub enum SampleError {
         /// Index of the turn, from 0.
         turn: usize,
     },
+    /// The mark of an image or video stands in a turn of the assistant or the system.
+    #[error(
+        "an image or video stands in turn {turn} of the {role}; only turns of the user and of tools show one. As plain text its mark is \\\\<image> in JSON"
+    )]
+    SpokenImage {
+        /// Index of the turn, from 0.
+        turn: usize,
+        /// Role of the turn.
+        role: String,
+    },
     /// The text names an image the sample does not have.
     #[error("the text names {name} but the images are {known:?}")]
     UnknownPlaceholder {

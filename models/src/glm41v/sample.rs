@@ -207,6 +207,7 @@ impl Glm41vProcessor {
         let can = Abilities {
             videos: self.video_limits.is_some(),
             thinking: self.thinks,
+            first_turn_only: false,
         };
         check_abilities(sample, can)?;
         match self.thinks {

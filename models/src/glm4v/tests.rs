@@ -215,14 +215,24 @@ fn a_sample_has_one_image_at_most() {
         error,
         SampleError::TooManyImages { images: 2, .. }
     ));
-    for (turns, later) in [
-        ([("user", "<image>a"), ("assistant", "<image>")], false),
-        ([("user", "a"), ("assistant", "<image>")], true),
+    for (turns, turn) in [
+        (&[("user", "<image>a<image>"), ("assistant", "b")][..], 0),
+        (&[("user", "a"), ("assistant", "<image>")], 1),
+        (
+            &[
+                ("user", "a"),
+                ("assistant", "b"),
+                ("user", "<image>"),
+                ("assistant", "c"),
+            ],
+            2,
+        ),
     ] {
-        let error = encode(&sample(&[IMAGE], &turns)).unwrap_err();
-        let expected = match later {
-            true => matches!(error, SampleError::LaterImage { turn: 1 }),
-            false => matches!(
+        let error = encode(&sample(&[IMAGE], turns)).unwrap_err();
+        let expected = match turn {
+            2 => matches!(error, SampleError::LaterImage { turn: 2 }),
+            1 => matches!(error, SampleError::SpokenImage { turn: 1, .. }),
+            _ => matches!(
                 error,
                 SampleError::MorePlaceholdersThanImages {
                     placeholders: 2,

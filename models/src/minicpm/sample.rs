@@ -144,6 +144,7 @@ impl MiniCpmProcessor {
         Abilities {
             videos: self.takes_videos,
             thinking: self.thinks,
+            first_turn_only: false,
         }
     }
 
