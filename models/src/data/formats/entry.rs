@@ -322,8 +322,8 @@ impl<'de> Visitor<'de> for Unique {
 pub(super) struct Ignored {
     /// Number of objects that have each key.
     counts: BTreeMap<String, usize>,
-    /// The first key of a sample that names an image.
-    image: Option<String>,
+    /// The keys of a sample that hold images, each with such a text.
+    images: Vec<(String, String)>,
 }
 
 impl Ignored {
@@ -331,9 +331,9 @@ impl Ignored {
         *self.counts.entry(key).or_default() += 1;
     }
 
-    /// The key of the sample that names an image, if there is one; the next sample begins without.
-    pub(super) fn take_image(&mut self) -> Option<String> {
-        self.image.take()
+    /// The keys of the sample that hold images, each with such a text; the next sample begins without.
+    pub(super) fn take_images(&mut self) -> Vec<(String, String)> {
+        std::mem::take(&mut self.images)
     }
 
     /// Every key with the number of objects that have it.
@@ -425,11 +425,10 @@ impl Keys {
     /// Counts the keys that no rule took, each as `prefix` and its name.
     pub(super) fn finish(self, prefix: &str, ignored: &mut Ignored) {
         for (key, value) in self.fields.iter().filter(|(_, value)| !is_empty(value)) {
-            if names_image(value) {
-                ignored
-                    .image
-                    .get_or_insert_with(|| format!("{prefix}{key}"));
-            }
+            let key_of = |text: &str| (format!("{prefix}{key}"), text.to_owned());
+            ignored
+                .images
+                .extend(named_images(value).into_iter().map(key_of));
             ignored.count(format!("{prefix}{key}"));
         }
     }
@@ -452,14 +451,16 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Whether a value is, or holds, the path of an image or the bytes of a file.
-fn names_image(value: &Value) -> bool {
+/// The texts of a value that are paths of images or the bytes of a file.
+fn named_images(value: &Value) -> Vec<&str> {
     match value {
-        Value::String(text) => super::images::is_image_path(text),
-        Value::Array(list) => list.iter().any(names_image),
+        Value::String(text) if super::images::is_image_path(text) => vec![text],
+        Value::Array(list) => list.iter().flat_map(named_images).collect(),
         Value::Object(fields) => {
-            fields.get("bytes").is_some_and(Value::is_string) || fields.values().any(names_image)
+            let bytes = fields.get("bytes").and_then(Value::as_str);
+            let others = fields.values().flat_map(named_images);
+            bytes.into_iter().chain(others).collect()
         }
-        _ => false,
+        _ => Vec::new(),
     }
 }

@@ -158,6 +158,12 @@ pub(super) fn has_any(fields: &Map<String, Value>) -> bool {
     SPELLINGS.iter().any(|key| fields.contains_key(*key))
 }
 
+/// Whether `text` is an address of another machine.
+pub(super) fn is_address(text: &str) -> bool {
+    text.split_once("://")
+        .is_some_and(|(scheme, _)| scheme != "file")
+}
+
 /// Whether `text` ends as the name of an image file, or holds the file.
 pub(super) fn is_image_path(text: &str) -> bool {
     let ending = text.rsplit_once('.').map(|(_, ending)| ending);

@@ -88,9 +88,16 @@ impl<'a> Reader<'a> {
             self.ignored.count(format!("{VIDEO} in a text"));
         }
         let videos = with_frames(videos, &mut images);
-        if let (Some(key), true) = (self.ignored.take_image(), images.is_empty()) {
+        // An address or another name of an image that the sample gives adds none.
+        let adds = |text: &str| {
+            let name = Path::new(text).file_name();
+            let same = |(_, path): &(_, PathBuf)| path.file_name() == name;
+            images.is_empty() || !(images::is_address(text) || images.iter().any(same))
+        };
+        let named = self.ignored.take_images();
+        if let Some((key, _)) = named.iter().find(|(_, text)| adds(text)) {
             return Err(format!(
-                "{key:?} names an image; images are given as \"images\""
+                "{key:?} names an image that nothing shows; all images of a sample are given as \"images\""
             ));
         }
         Ok(RawSample {

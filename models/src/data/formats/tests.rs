@@ -590,11 +590,22 @@ fn an_unknown_key_may_name_an_image_beside_those_of_the_sample() {
         r#""messages": [{"role": "user", "content": [{"type": "text", "text": "q", "cache": 1}]}]"#;
     let error = only(&format!("{{{turns}, \"mask\": \"m.png\"}}")).unwrap_err();
     assert!(error.contains("\"mask\" names an image"), "{error}");
-    let (_, ignored) = only(&format!(
-        "{{{turns}, \"mask\": \"m.png\", \"image\": \"a.png\"}}"
-    ))
-    .unwrap();
-    let expected = ["mask", "turns[].content[].cache"].map(|key| (key.to_owned(), 1));
+    for given in [
+        r#""mask": "m.png", "image": "a.png""#,
+        r#""image_b": "b.png", "image": "a.png""#,
+        r#""image_2": {"bytes": "QUJD"}, "image": "a.png""#,
+        r#""more": ["a.png", "b.png"], "images": ["a.png"]"#,
+    ] {
+        let error = only(&format!("{{{turns}, {given}}}")).unwrap_err();
+        assert!(
+            error.contains("names an image that nothing shows"),
+            "{error}"
+        );
+    }
+    // The name and the address of an image that the sample gives.
+    let given = r#""file": "a.png", "url": "https://x.y/z.png", "image": "coco/a.png""#;
+    let (_, ignored) = only(&format!("{{{turns}, {given}}}")).unwrap();
+    let expected = ["file", "turns[].content[].cache", "url"].map(|key| (key.to_owned(), 1));
     assert_eq!(ignored, expected);
 }
 
