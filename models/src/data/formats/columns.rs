@@ -1,9 +1,11 @@
 //! Names of columns and tags that `dataset_info.json` states, replaced by those that the reader knows.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
-use super::DataFormat;
 use super::entry::{Ignored, Keys};
+use super::{DATASET_INFO, DataFormat};
 
 /// Columns of the formatting alpaca: LLaMA-Factory's name, the reader's key, the default column.
 const ALPACA: [(&str, &str, &str); 12] = [
@@ -36,6 +38,8 @@ const SPEAKERS: [(&str, &str, &str); 5] = [
 pub(super) struct Columns {
     /// (column of the file, key of the reader).
     keys: Vec<(String, &'static str)>,
+    /// (LLaMA-Factory's name, column of the file) of each column that the entry states.
+    stated: Vec<(&'static str, String)>,
     role: String,
     content: String,
     /// (word of the file, role of the reader).
@@ -54,9 +58,10 @@ impl Columns {
     ) -> Result<Self, String> {
         let mut columns = Keys::of(columns.unwrap_or(Map::new().into()), "columns")?;
         let messages = (format == DataFormat::Messages).then_some(MESSAGES);
-        let mut keys = Vec::new();
+        let (mut keys, mut stated) = (Vec::new(), Vec::new());
         for (name, key, default) in ALPACA.into_iter().chain(messages) {
             let column = columns.text(name)?;
+            stated.extend(column.clone().map(|column| (name, column)));
             keys.push((column.unwrap_or_else(|| default.to_owned()), key));
         }
         complete(columns)?;
@@ -73,10 +78,25 @@ impl Columns {
         complete(tags)?;
         Ok(Self {
             keys,
+            stated,
             role,
             content,
             speakers,
         })
+    }
+
+    /// Names a column that the entry of `dataset_info.json` states and that is not among `found`, the keys of all samples
+    /// so far.
+    pub(super) fn missing(&self, found: &BTreeSet<String>) -> Option<String> {
+        let (name, column) = self
+            .stated
+            .iter()
+            .find(|(_, column)| !found.contains(column))?;
+        let found: Vec<&str> = found.iter().map(String::as_str).collect();
+        Some(format!(
+            "{DATASET_INFO} states the column {column:?} as {name:?}, which the samples lack; they have {}",
+            found.join(", ")
+        ))
     }
 
     /// `entry` with the reader's keys and roles.

@@ -41,16 +41,7 @@ pub(super) fn read_entries<T>(
         Kind::Json(bytes) => list.json(path, &bytes),
     };
     if let Some(reason) = list.refused {
-        let index = list.read.len();
-        return Err(match sample_places(path).get(index) {
-            None => row_error(path, index, reason),
-            Some(&line) => DataError::Json {
-                path: path.to_owned(),
-                line,
-                column: 1,
-                reason,
-            },
-        });
+        return Err(refused_entry(path, list.read.len(), reason));
     }
     read?;
     match list.read.is_empty() {
@@ -58,6 +49,19 @@ pub(super) fn read_entries<T>(
             path: path.to_owned(),
         }),
         false => Ok(list.read),
+    }
+}
+
+/// The error of the entry `index` of the file `path`, which is refused for `reason`.
+pub(super) fn refused_entry(path: &Path, index: usize, reason: String) -> DataError {
+    match sample_places(path).get(index) {
+        None => row_error(path, index, reason),
+        Some(&line) => DataError::Json {
+            path: path.to_owned(),
+            line,
+            column: 1,
+            reason,
+        },
     }
 }
 

@@ -30,6 +30,7 @@ mod sources;
 mod turns;
 mod videos;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -37,7 +38,7 @@ use serde_json::Value;
 use super::raw::{DataError, RawSample};
 use columns::Columns;
 pub use entry::sample_places;
-use entry::{first_entry, read_entries};
+use entry::{first_entry, read_entries, refused_entry};
 use sample::{ANSWERS, CAPTIONS, QUESTIONS, ROUNDS, Reader};
 pub use sources::{DATASET_INFO, data_files, data_parts, read_datasets, weight_of};
 
@@ -118,6 +119,12 @@ impl DataFormat {
         !matches!(self, Self::CogvlmSft | Self::Captcha)
     }
 
+    /// Whether keys of a sample are its questions and answers, not turns of a list.
+    fn asks_by_key(self) -> bool {
+        use DataFormat::{Alpaca, Caption, QueryResponse, Rounds};
+        matches!(self, Alpaca | QueryResponse | Rounds | Caption)
+    }
+
     /// The format that is called `name` on the command line; `None` for an unknown name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|format| format.name() == name)
@@ -175,10 +182,10 @@ fn read_file(
         DataFormat::CogvlmSft => directories::read_sft(path, &mut reader)?,
         DataFormat::Captcha => (path.to_owned(), directories::read_captcha(path)?),
         _ => {
-            let samples = read_entries(path, |entry| match columns {
-                None => reader.sample(entry),
-                Some(columns) => reader.sample(columns.apply(entry)),
-            })?;
+            let samples = match columns {
+                None => read_entries(path, |entry| reader.sample(entry))?,
+                Some(columns) => read_columns(path, &mut reader, columns)?,
+            };
             (root.to_owned(), samples)
         }
     };
@@ -191,6 +198,25 @@ fn read_file(
         samples,
         ignored: reader.ignored.into_counts(),
     })
+}
+
+/// The samples of the file `path`, whose columns `dataset_info.json` states. One that no sample has is refused.
+fn read_columns(
+    path: &Path,
+    reader: &mut Reader<'_>,
+    columns: &Columns,
+) -> Result<Vec<RawSample>, DataError> {
+    let mut found = BTreeSet::new();
+    let samples = read_entries(path, |entry| {
+        let keys = entry.as_object().into_iter().flat_map(|keys| keys.keys());
+        found.extend(keys.cloned());
+        let sample = reader.sample(columns.apply(entry));
+        sample.map_err(|reason| columns.missing(&found).unwrap_or(reason))
+    })?;
+    match columns.missing(&found) {
+        None => Ok(samples),
+        Some(reason) => Err(refused_entry(path, 0, reason)),
+    }
 }
 
 /// The directory that holds `path`.

@@ -88,6 +88,9 @@ impl<'a> Reader<'a> {
             self.ignored.count(format!("{VIDEO} in a text"));
         }
         let videos = with_frames(videos, &mut images);
+        if images.is_empty() && self.format.asks_by_key() && conversations.iter().any(is_silent) {
+            return Err("the sample has no question and no image".to_owned());
+        }
         // An address or another name of an image that the sample gives adds none.
         let adds = |text: &str| {
             let name = Path::new(text).file_name();
@@ -209,6 +212,11 @@ fn switch(keys: &mut Keys) -> Result<Option<bool>, String> {
             "\"enable_thinking\" is {other}, not true or false"
         ))),
     }
+}
+
+/// Whether a turn is a question without words.
+fn is_silent(turn: &Message) -> bool {
+    turn.role == "user" && turn.content.is_empty()
 }
 
 fn is_system(turn: &Turn) -> bool {

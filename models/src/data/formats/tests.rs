@@ -1025,6 +1025,16 @@ fn what_changes_a_question_is_refused() {
             "texts[0]: missing field `assistant`",
         ),
         (r#"{"texts": "q"}"#, "not a list of rounds"),
+        (r#"{"texts": [{"assistant": "a"}]}"#, "no question"),
+        (r#"{"instruction": "", "output": "a"}"#, "no question"),
+        (
+            "{\"prompt\": \"q\", \"answer\": \"a\"}\n{\"answer\": \"a\"}",
+            "no question and no image",
+        ),
+        (
+            "{\"image\": \"i\", \"text\": \"a\"}\n{\"text\": \"a\"}",
+            "no question and no image",
+        ),
     ] {
         let error = read(sample).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
@@ -1174,7 +1184,24 @@ fn several_files_and_entries_of_dataset_info_are_read_in_order() {
         let named = |key: &str| (format!("{key} (another column is named)"), 1);
         assert_eq!(found.ignored, [named("instruction"), named("output")]);
     }
-    let both = r#"[{"messages": [], "talk": [{"who": "Q", "says": "q", "role": "A", "content": "x"}, {"role": "Q", "who": "A", "says": "a"}], "conversations": []}]"#;
+    // A column that no sample has.
+    for (text, stated) in [
+        (r#"[{"ask": "q", "out": "r"}]"#, r#""reply" as "response""#),
+        (
+            r#"[{"instruct": "q", "reply": "r"}]"#,
+            r#""ask" as "prompt""#,
+        ),
+    ] {
+        std::fs::write(dir.path().join("alpaca.json"), text).unwrap();
+        let error = read(&format!("{info}#plain")).unwrap_err().to_string();
+        let part = format!("alpaca.json:1:1: dataset_info.json states the column {stated}");
+        assert!(error.contains(&part), "{error}");
+    }
+    let text = r#"[{"ask": "q", "reply": "r"}, {"ask": null, "reply": "r"}]"#;
+    std::fs::write(dir.path().join("alpaca.json"), text).unwrap();
+    let error = read(&format!("{info}#plain")).unwrap_err().to_string();
+    assert!(error.contains("no question and no image"), "{error}");
+    let both = r#"[{"pics": [], "messages": [], "talk": [{"who": "Q", "says": "q", "role": "A", "content": "x"}, {"role": "Q", "who": "A", "says": "a"}], "conversations": []}]"#;
     std::fs::write(dir.path().join("odd.json"), both).unwrap();
     let found = &read(&format!("{info}#mine")).unwrap()[0];
     assert_eq!(
