@@ -49,6 +49,13 @@ static NAMED: LazyLock<Regex> =
 static TAG: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<img>([^<>]*)</img>").expect("a constant pattern is valid"));
 
+/// Images of Markdown and of HTML, by their addresses.
+static LINKED: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(
+        r#"!\[[^\]]*\]\(\s*([^)"]*[^)"\s])[^)]*\)|<img\s[^>]*src\s*=\s*["']?([^"'>\s]+)[^>]*>"#,
+    )
+    .expect("a constant pattern is valid")
+});
 /// Images as a sample gives them.
 pub(super) enum Given {
     /// Paths in order.
@@ -186,6 +193,28 @@ pub(super) fn take_tags(text: &mut String) -> Result<Vec<PathBuf>, String> {
         *text = TAG.replace_all(text, SINGLE_IMAGE).into_owned();
     }
     Ok(paths)
+}
+
+/// A name of an image file in the text of a question.
+pub(super) struct NamedFile<'t> {
+    pub(super) name: &'t str,
+    /// Whether the text is this name and nothing else.
+    pub(super) is_whole: bool,
+}
+
+/// The image files that `text` names as Markdown or HTML does, or alone on a line.
+pub(super) fn named_files(text: &str) -> impl Iterator<Item = NamedFile<'_>> {
+    let linked = LINKED.captures_iter(text).filter_map(|found| {
+        let name = found.get(1).or(found.get(2))?;
+        Some((found.get(0)?.as_str(), name.as_str()))
+    });
+    let lines = text.lines().map(|line| (line.trim(), line.trim()));
+    let lines = lines.filter(|(line, _)| !line.contains(char::is_whitespace));
+    let named = linked.chain(lines).filter(|(_, name)| is_image_path(name));
+    named.map(|(part, name)| NamedFile {
+        name,
+        is_whole: text.trim() == part,
+    })
 }
 
 /// Number of marks `<image>` in `text`.

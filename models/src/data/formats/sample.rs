@@ -103,6 +103,9 @@ impl<'a> Reader<'a> {
                 "{key:?} names an image that nothing shows; all images of a sample are given as \"images\""
             ));
         }
+        if images.is_empty() {
+            self.check_named_files(&conversations)?;
+        }
         Ok(RawSample {
             id,
             images,
@@ -110,6 +113,28 @@ impl<'a> Reader<'a> {
             enable_thinking,
             conversations,
         })
+    }
+
+    /// Fails if a question of a sample without images is the name of an image file, or names one that exists. Other names
+    /// are counted: the model reads them as text.
+    fn check_named_files(&mut self, turns: &[Message]) -> Result<(), String> {
+        for (index, turn) in turns
+            .iter()
+            .enumerate()
+            .filter(|(_, turn)| turn.role == "user")
+        {
+            for file in images::named_files(&turn.content) {
+                let name = file.name;
+                if file.is_whole || name.starts_with("data:") || self.root.join(name).is_file() {
+                    return Err(format!(
+                        "turn {index}: the text names the image {name:?}, and the sample has none; give it as \"images\": [{name:?}], with <image> at its place in the text"
+                    ));
+                }
+                self.ignored
+                    .count("name of an image file in a question".to_owned());
+            }
+        }
+        Ok(())
     }
 
     /// The turns in the sample's form.

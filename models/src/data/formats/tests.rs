@@ -609,6 +609,55 @@ fn an_unknown_key_may_name_an_image_beside_those_of_the_sample() {
     assert_eq!(ignored, expected);
 }
 
+#[test]
+fn a_question_that_names_an_image_file_is_refused() {
+    let dir = directory(&[("here.png", ""), ("with space.png", "")]);
+    let path = dir.path().join("data.jsonl");
+    let read = |sample: String| {
+        std::fs::write(&path, sample).unwrap();
+        read_samples_as(&path, None).map(|set| set.ignored)
+    };
+    let asked = |text: &str| {
+        let text = serde_json::json!({"prompt": text, "completion": "a"});
+        read(text.to_string())
+    };
+    for text in [
+        "gone.png",
+        " gone.JPEG\n",
+        "![](gone.png)",
+        "<img src=\"gone.png\">",
+        "![a cat](here.png)\nWhat is this?",
+        "![a cat]( with space.png \"A cat\" ) What is this?",
+        "What is this? <img width=3 src='here.png'/>",
+        "Describe\nhere.png",
+        "What is ![](data:image/png;base64,QUJD)?",
+    ] {
+        let error = asked(text).unwrap_err().to_string();
+        assert!(
+            error.contains("turn 0: the text names the image"),
+            "{text}: {error}"
+        );
+    }
+    let alpaca = r#"{"instruction": "Describe", "input": "here.png", "output": "a"}"#;
+    assert!(read(alpaca.to_owned()).is_err());
+    let counted = [("name of an image file in a question".to_owned(), 1)];
+    for (text, count) in [
+        ("Which tag is closed? <img src=\"gone.png\">", 1),
+        ("Sort these:\ngone.png", 1),
+        ("What does here.png show?", 0),
+        ("Open [here](here.png)", 0),
+    ] {
+        assert_eq!(asked(text).unwrap(), counted[..count], "{text}");
+    }
+    // Beside an image, and in an answer, a name is text.
+    for sample in [
+        r#"{"prompt": "![](here.png)", "completion": "a", "image": "here.png"}"#,
+        r#"{"prompt": "q", "completion": "here.png"}"#,
+    ] {
+        assert_eq!(read(sample.to_owned()).unwrap(), []);
+    }
+}
+
 fn turns_of(sample: &RawSample) -> Vec<&str> {
     turns(sample).into_iter().map(|(_, text)| text).collect()
 }
