@@ -377,6 +377,11 @@ impl Keys {
         self.fields.contains_key(key)
     }
 
+    /// The value of `key`, which stays for another rule.
+    pub(super) fn get(&self, key: &str) -> Option<&Value> {
+        self.fields.get(key)
+    }
+
     /// Whether the object gives `key` the value `value`.
     pub(super) fn is(&self, key: &str, value: &Value) -> bool {
         self.fields.get(key) == Some(value)

@@ -267,13 +267,23 @@ fn refuse_unwanted(keys: &mut Keys) -> Result<(), String> {
         }
     }
     let unwanted = keys.has("kto_tag") && !keys.is("kto_tag", &Value::Bool(true));
-    if unwanted || keys.is("label", &Value::Bool(false)) {
+    if unwanted || keys.get("label").is_some_and(is_false) {
         let key = if unwanted { "kto_tag" } else { "label" };
         return Err(format!(
-            "{key:?} is not true: the answer is disliked; a run learns every answer it is given"
+            "{key:?} is not true: the answer is disliked; a run learns every answer it is given. Remove the key if it is a class"
         ));
     }
     Ok(())
+}
+
+/// Whether a label is false, as a number or a text too.
+fn is_false(label: &Value) -> bool {
+    match label {
+        Value::Bool(label) => !label,
+        Value::Number(label) => label.as_f64() == Some(0.0),
+        Value::String(label) => ["false", "0"].contains(&&*label.trim().to_ascii_lowercase()),
+        _ => false,
+    }
 }
 
 fn turn(role: &str, content: impl Into<Value>) -> Value {

@@ -541,6 +541,10 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
     );
     for (given, part) in [
         (r#""label": false"#, "\"label\" is not true"),
+        (r#""label": 0"#, "\"label\" is not true"),
+        (r#""label": 0.0"#, "\"label\" is not true"),
+        (r#""label": "False""#, "\"label\" is not true"),
+        (r#""label": "0""#, "\"label\" is not true"),
         (r#""kto_tag": false"#, "\"kto_tag\" is not true"),
         (r#""rejected_response": "b""#, "preference pair"),
         (r#""audio": "x.wav""#, "\"audio\" is not supported"),
@@ -551,6 +555,10 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
     ] {
         let error = only(&format!("{{{turns}, {given}}}")).unwrap_err();
         assert!(error.contains(part), "{error}");
+    }
+    for label in ["1", "true", "\"cat\"", "\"true\""] {
+        let (_, ignored) = only(&format!("{{{turns}, \"label\": {label}}}")).unwrap();
+        assert_eq!(ignored[0], ("label".to_owned(), 1));
     }
     let (marked, ignored) =
         only(r#"{"messages": [{"role": "user", "content": "<video>q"}]}"#).unwrap();
