@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
-use serde_json::{Map, Value};
+use serde_json::{Map, Number, Value};
 
 use super::csv;
 use crate::data::lines::sample_lines;
@@ -419,7 +419,10 @@ impl Keys {
     /// What a speaker says under `key`: a text, or a number as its text.
     pub(super) fn said(&mut self, key: &str) -> Result<Option<String>, String> {
         match self.take(key) {
-            Some(Value::Number(number)) => Ok(Some(number.to_string())),
+            Some(Value::Number(number)) => {
+                let text = number_text(&number);
+                text.map(Some).map_err(|reason| self.refusal(&reason))
+            }
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
             Some(other) => Err(self.refusal(&format!("{key:?} is {other}, not a text"))),
@@ -440,6 +443,22 @@ impl Keys {
                 .extend(named_images(value).into_iter().map(key_of));
             ignored.count(format!("{prefix}{key}"));
         }
+    }
+}
+
+/// The text of a number that a speaker says.
+///
+/// # Errors
+/// It is so small or large, or is `-0`, that the file may write it otherwise: `1e-05`, or 20 digits.
+pub(super) fn number_text(number: &Number) -> Result<String, String> {
+    let text = number.to_string();
+    let fraction = number.as_f64().filter(|_| number.is_f64());
+    let is_usual = |value: f64| (1e-4..1e16).contains(&value.abs()) || value.to_bits() == 0;
+    match fraction.is_none_or(is_usual) {
+        true => Ok(text),
+        false => Err(format!(
+            "the number {text} may be written otherwise in the file; give it as a text, in quotes"
+        )),
     }
 }
 

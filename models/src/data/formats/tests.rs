@@ -1062,6 +1062,35 @@ fn speakers_of_the_known_trainers_have_their_roles() {
 }
 
 #[test]
+fn a_number_is_the_text_that_the_file_has() {
+    for (number, text) in [
+        ("3", Some("3")),
+        ("12.50", Some("12.5")),
+        ("1e3", Some("1000.0")),
+        ("18446744073709551615", Some("18446744073709551615")),
+        ("18446744073709551616", None),
+        ("123456789012345678901234567890", None),
+        ("-9223372036854775809", None),
+        ("0.00001", None),
+        ("1e-5", None),
+        ("-0", None),
+        ("0.0", Some("0.0")),
+        ("-0.25", Some("-0.25")),
+    ] {
+        for sample in [
+            format!("{{\"question\": \"q\", \"answer\": {number}}}"),
+            format!("{{\"instruction\": \"q\", \"output\": {number}}}"),
+        ] {
+            match (read(&sample), text) {
+                (Ok(set), Some(text)) => assert_eq!(turns(&set.samples[0])[1].1, text),
+                (Err(error), None) => assert!(error.to_string().contains("in quotes"), "{error}"),
+                (other, _) => panic!("{sample}: {other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
 fn what_changes_a_question_is_refused() {
     for (sample, part) in [
         (

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
 
-use super::entry::{Ignored, Keys};
+use super::entry::{Ignored, Keys, number_text};
 use super::images::{self, Given};
 use crate::data::raw::{SINGLE_IMAGE, THOUGHTS};
 use crate::glm4v::agent::AgentPrompt;
@@ -142,7 +142,10 @@ fn content(keys: &mut Keys, ignored: &mut Ignored) -> Result<(String, Vec<PathBu
     }
     match content {
         Some(Value::String(text)) => Ok((escaped(text), Vec::new())),
-        Some(Value::Number(number)) => Ok((number.to_string(), Vec::new())),
+        Some(Value::Number(number)) => match number_text(&number) {
+            Ok(text) => Ok((text, Vec::new())),
+            Err(reason) => Err(keys.refusal(&reason)),
+        },
         Some(Value::Array(parts)) => joined(parts, ignored).map_err(|reason| keys.refusal(&reason)),
         Some(other) => Err(keys.refusal(&format!("the content is {other}, not a text"))),
         None => Err(keys.refusal("missing field `content` or `value`")),
