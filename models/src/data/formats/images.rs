@@ -222,6 +222,11 @@ pub(super) fn marks(text: &str) -> usize {
     text.matches(SINGLE_IMAGE).count()
 }
 
+/// Whether `text` has a mark of an image, with or without a number.
+pub(super) fn has_mark(text: &str) -> bool {
+    marks(text) > 0 || NAMED.is_match(text)
+}
+
 /// Names the images `paths`: the marks `<image>` of the text stand for them in order. Numbers that disagree are left
 /// to the family's rules.
 pub(super) fn named(paths: Vec<PathBuf>, turns: &mut [Message]) -> Vec<(String, PathBuf)> {

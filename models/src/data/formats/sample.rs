@@ -103,8 +103,9 @@ impl<'a> Reader<'a> {
                 "{key:?} names an image that nothing shows; all images of a sample are given as \"images\""
             ));
         }
-        if images.is_empty() {
-            self.check_named_files(&conversations)?;
+        match images.is_empty() {
+            true => self.check_named_files(&conversations)?,
+            false => refuse_foreign_marks(&conversations)?,
         }
         Ok(RawSample {
             id,
@@ -236,6 +237,18 @@ fn switch(keys: &mut Keys) -> Result<Option<bool>, String> {
         Some(other) => Err(keys.refusal(&format!(
             "\"enable_thinking\" is {other}, not true or false"
         ))),
+    }
+}
+
+/// Fails if questions mark the images as another program does, and none as this one does.
+fn refuse_foreign_marks(turns: &[Message]) -> Result<(), String> {
+    let questions = || turns.iter().filter(|turn| turn.role == "user");
+    let foreign = questions().find_map(|turn| turns::foreign_mark(&turn.content));
+    match foreign.filter(|_| !questions().any(|turn| images::has_mark(&turn.content))) {
+        None => Ok(()),
+        Some(mark) => Err(format!(
+            "{mark:?} in a question is plain text; the place of an image is marked with {SINGLE_IMAGE:?}"
+        )),
     }
 }
 

@@ -666,6 +666,42 @@ fn a_question_that_names_an_image_file_is_refused() {
     }
 }
 
+#[test]
+fn marks_of_images_in_other_programs_are_refused_or_counted() {
+    let asked = |text: &str, images: &str| {
+        only(&format!(
+            r#"{{"prompt": "{text}", "completion": "a", "images": {images}}}"#
+        ))
+    };
+    for mark in [
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|image_1|>",
+        "<|image|>",
+        "<IMAGE>",
+        "<image 1>",
+        "<image1>",
+    ] {
+        let error = asked(&format!("{mark}q"), r#"["p"]"#).unwrap_err();
+        assert!(
+            error.contains("in a question is plain text"),
+            "{mark}: {error}"
+        );
+        for (text, images) in [
+            (format!("{mark}q"), "[]"),
+            (format!("<image>What is {mark}?"), r#"["p"]"#),
+        ] {
+            let (sample, ignored) = asked(&text, images).unwrap();
+            assert_eq!(turns_of(&sample)[0], text);
+            assert_eq!((ignored.len(), ignored[0].1), (1, 1), "{ignored:?}");
+            assert!(ignored[0].0.ends_with("> in a text"), "{ignored:?}");
+        }
+    }
+    let (sample, ignored) = asked("(<image>./</image>)\\nq", r#"["p"]"#).unwrap();
+    assert_eq!((turns_of(&sample)[0], ignored.len()), ("<image>\nq", 0));
+    let (sample, _) = asked("(<image>./</image>)(<image>./</image>)q", r#"["p", "r"]"#).unwrap();
+    assert_eq!(turns_of(&sample)[0], "<image_00><image_01>q");
+}
+
 fn turns_of(sample: &RawSample) -> Vec<&str> {
     turns(sample).into_iter().map(|(_, text)| text).collect()
 }

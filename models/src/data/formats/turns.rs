@@ -22,6 +22,15 @@ static ESCAPED: LazyLock<Regex> = LazyLock::new(|| {
 });
 /// Mark of media that no family reads.
 const UNREAD: &str = "<audio>";
+/// Marks of images in other programs.
+static FOREIGN: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(
+        r"<\|(image_pad|image_\d+|image|img|vision_start|begin_of_image)\|>|<(IMAGE|Image|IMG|ImageHere|IMG_CONTEXT)>|<image ?\d+>",
+    )
+    .expect("a constant pattern is valid")
+});
+/// Mark of an image in the prompts that MiniCPM's published code writes.
+const MINICPM_MARK: &str = "(<image>./</image>)";
 
 /// Keys that put parts of an answer into the loss.
 const PARTIAL: [&str; 4] = ["train_detail", "training_detail", "loss_mask", "label_mask"];
@@ -99,11 +108,18 @@ fn one(index: usize, turn: Value, ignored: &mut Ignored) -> Result<Turn, String>
     refuse_media(&mut keys)?;
     refuse_video(&mut keys)?;
     refuse_tools(&mut keys)?;
-    if turn.message.content.contains(UNREAD) {
-        ignored.count(format!("{UNREAD} in a text"));
+    let text = &turn.message.content;
+    let unread = text.contains(UNREAD).then_some(UNREAD);
+    for mark in unread.into_iter().chain(foreign_mark(text)) {
+        ignored.count(format!("{mark} in a text"));
     }
     keys.finish("turns[].", ignored);
     Ok(turn)
+}
+
+/// The first mark in `text` that is one of an image in another program.
+pub(super) fn foreign_mark(text: &str) -> Option<&str> {
+    FOREIGN.find(text).map(|mark| mark.as_str())
 }
 
 /// The thought before an answer. An empty one is a thought, too: the answer's text is then no place of another.
@@ -241,6 +257,9 @@ fn spoken(role: &str, mut content: String, keys: &mut Keys) -> Result<Turn, Stri
         }
         _ => role,
     };
+    if role == "user" {
+        content = content.replace(MINICPM_MARK, SINGLE_IMAGE);
+    }
     let images = images::take_tags(&mut content).map_err(|reason| keys.refusal(&reason))?;
     if role == "assistant" && !images.is_empty() {
         let reason = "an answer holds <img>…</img>; images stand in questions, a literal one is written \\<img>";
