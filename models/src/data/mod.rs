@@ -13,8 +13,8 @@ pub use encoded::{
 };
 pub use error::SampleError;
 pub use formats::{
-    DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, read_datasets, read_samples,
-    read_samples_as, sample_places, weight_of,
+    DATASET_INFO, DataFormat, Dataset, data_files, data_parts, detect, packing, read_datasets,
+    read_samples, read_samples_as, sample_places, weight_of,
 };
 pub use lines::sample_lines;
 pub use raw::{Clock, DataError, RawSample, RawVideo, SINGLE_IMAGE, THOUGHTS, VIDEO};

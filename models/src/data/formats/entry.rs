@@ -22,6 +22,16 @@ const PACKED: [(&[u8], &str, &str); 4] = [
     (b"PK\x03\x04", "zip", "unzip -p"),
 ];
 
+/// Keys of a list of turns.
+const TURNS: [&str; 2] = ["messages", "conversations"];
+
+/// The name of the form in which `bytes` are packed, and the program that unpacks it to its output.
+#[must_use]
+pub fn packing(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    let found = PACKED.iter().find(|(mark, ..)| bytes.starts_with(mark));
+    found.map(|(_, name, tool)| (*name, *tool))
+}
+
 /// Reads the entries of the file `path`, each by `each`: the rows of Parquet or CSV, a JSON list, or one object per line.
 ///
 /// # Errors
@@ -97,14 +107,12 @@ fn kind(path: &Path) -> Result<Kind, DataError> {
     if bytes.starts_with(BYTE_ORDER_MARK) {
         bytes.drain(..BYTE_ORDER_MARK.len());
     }
-    if let Some((_, name, tool)) = PACKED.iter().find(|(mark, ..)| bytes.starts_with(mark)) {
+    if let Some((name, _)) = packing(&bytes) {
         return Err(DataError::Json {
             path: path.to_owned(),
             line: 1,
             column: 1,
-            reason: format!(
-                "the file is packed with {name}; unpack it, or pipe it: {tool} FILE | launcher --data -"
-            ),
+            reason: format!("the file is packed with {name}"),
         });
     }
     if !csv::is_csv(path) {
@@ -220,12 +228,27 @@ impl<T, F: FnMut(Value) -> Result<T, String>> List<'_, T, F> {
         Ok(())
     }
 
-    fn add(&mut self, value: Value) -> bool {
+    fn add(&mut self, mut value: Value) -> bool {
+        for key in TURNS {
+            if let Some(turns) = value.get_mut(key) {
+                unquote(turns);
+            }
+        }
         match (self.each)(value) {
             Ok(entry) => self.read.push(entry),
             Err(reason) => self.refused = Some(reason),
         }
         self.refused.is_none()
+    }
+}
+
+/// Replaces a text that is a JSON list, as tables hold lists, by the list.
+fn unquote(value: &mut Value) {
+    let list = value
+        .as_str()
+        .filter(|text| text.trim_start().starts_with('['));
+    if let Some(Ok(Entry(list))) = list.map(serde_json::from_str) {
+        *value = list;
     }
 }
 

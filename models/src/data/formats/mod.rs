@@ -37,8 +37,8 @@ use serde_json::Value;
 
 use super::raw::{DataError, RawSample};
 use columns::Columns;
-pub use entry::sample_places;
 use entry::{first_entry, read_entries, refused_entry};
+pub use entry::{packing, sample_places};
 use sample::{ANSWERS, CAPTIONS, QUESTIONS, ROUNDS, Reader};
 pub use sources::{DATASET_INFO, data_files, data_parts, read_datasets, weight_of};
 

@@ -309,18 +309,36 @@ fn every_spelling_of_an_image_is_read() {
 }
 
 #[test]
-fn a_packed_file_is_refused_with_the_program_that_unpacks_it() {
-    for (bytes, tool) in [
-        (&b"\x1f\x8b\x08rest"[..], "zcat FILE | launcher --data -"),
-        (b"\x28\xb5\x2f\xfdrest", "zstdcat FILE"),
-        (b"PK\x03\x04rest", "packed with zip"),
+fn a_packed_file_is_refused_and_its_program_known() {
+    for (bytes, name, tool) in [
+        (&b"\x1f\x8b\x08rest"[..], "gzip", "zcat"),
+        (b"\x28\xb5\x2f\xfdrest", "zstd", "zstdcat"),
+        (b"PK\x03\x04rest", "zip", "unzip -p"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.jsonl.gz");
         std::fs::write(&path, bytes).unwrap();
         let error = read_samples(&path).unwrap_err().to_string();
-        assert!(error.contains(tool), "{error}");
+        assert!(error.contains(&format!("packed with {name}")), "{error}");
+        assert_eq!(packing(bytes), Some((name, tool)));
     }
+}
+
+/// Tables hold lists as texts.
+#[test]
+fn turns_in_a_text_are_read() {
+    for (key, role, content) in [
+        ("messages", "role", "content"),
+        ("conversations", "from", "value"),
+    ] {
+        let turns =
+            serde_json::json!([{role: "user", content: "q"}, {role: "assistant", content: "a"}]);
+        let sample = serde_json::json!({key: turns.to_string()});
+        let set = read(&sample.to_string()).unwrap();
+        assert_eq!(turns_of(&set.samples[0]), ["q", "a"]);
+    }
+    let error = read(r#"{"messages": "[{'role': 'user'}]"}"#).unwrap_err();
+    assert!(error.to_string().contains("is no list of turns"), "{error}");
 }
 
 /// Roles that published data sets use, in any case.
