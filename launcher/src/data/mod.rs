@@ -12,6 +12,7 @@ pub(crate) mod problems;
 mod sampler;
 mod samples;
 pub(crate) mod stream;
+mod unreadable;
 mod verdict_cache;
 
 pub use budget::Until;

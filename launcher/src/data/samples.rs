@@ -1,14 +1,11 @@
 //! Samples of a data file, read and checked one by one.
 
 use crate::error::{ErrorCode, Failure, chain};
-use crate::lang::{Both, Text, both, text};
+use crate::lang::{Text, both, text};
 use std::path::Path;
 
 use models::Processor;
-use models::data::{
-    DATASET_INFO, DataError, DataFormat, EncodeOptions, EncodedSample, RawSample, SampleSize,
-    read_datasets,
-};
+use models::data::{EncodeOptions, EncodedSample, RawSample, SampleSize, read_datasets};
 use models::image::ImageFolder;
 use rayon::prelude::*;
 
@@ -17,10 +14,8 @@ use super::images::LargestImage;
 use super::losses::ImageLosses;
 use super::mix::Mix;
 use super::problems::Problem;
+use super::unreadable::refusal;
 use crate::config::{DataFormatChoice, ExifRotation};
-
-/// Bytes at the beginning of a file that is no valid JSON in which words of a form are looked for.
-const LOOKED_AT_BYTES: usize = 4096;
 
 /// Usable samples of one data file, with the directory of their images and the results of the check.
 #[derive(Debug)]
@@ -166,134 +161,6 @@ pub(crate) fn read(
         images: ImageFolder::new(root).upright(reading.exif == ExifRotation::Apply),
         files,
     })
-}
-
-/// Why data cannot be read, with the form that it looks like.
-fn refusal(path: &Path, format: Option<DataFormat>, error: &DataError) -> Failure {
-    let title = text!("cannot read {}", "无法读取 {}", path.display());
-    let failure = Failure::new(ErrorCode::DataFile, title, chain(error));
-    let forms = || {
-        let all = DataFormat::ALL.iter();
-        let all: Vec<String> = all
-            .map(|format| format!("{} {}", format.name(), format.shape()))
-            .collect();
-        all.join("; ")
-    };
-    match error {
-        DataError::Read { path, .. } if !path.exists() => failure.next(both(
-            "check the path; relative paths start at the current directory",
-            "请检查路径；相对路径以当前目录为起点",
-        )),
-        DataError::Json { path, .. } if path.ends_with(DATASET_INFO) => failure.next(text!(
-            "change the entry in {DATASET_INFO}: `file_name` is a file or directory beside it, with `formatting`, `columns` and `tags`; or give the file itself as --data",
-            "请修改 {DATASET_INFO} 中的条目：`file_name` 是它旁边的文件或目录，另有 `formatting`、`columns` 和 `tags`；或直接用 --data 指定该文件"
-        )),
-        DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. }
-            if refuses_key(reason) =>
-        {
-            let failure = match looks_like(path).or(format) {
-                Some(form) => failure.next(text!(
-                    "the file has the form {}: {}; another form does not help",
-                    "该文件是 {} 格式：{}；换一种格式没有用",
-                    form.name(),
-                    form.shape()
-                )),
-                None => failure,
-            };
-            failure.next(both(
-                "change or remove what the cause names, or leave out the samples that have it",
-                "请修改或删除原因中指出的内容，或去掉含有它的样本",
-            ))
-        }
-        DataError::Json { path, reason, .. } | DataError::Row { path, reason, .. } => {
-            let failure = match syntax_hint(reason) {
-                Some(hint) => failure.next(hint),
-                None => failure,
-            };
-            match (looks_like(path), format) {
-                (Some(form), Some(given)) if form != given => failure.next(text!(
-                    "--data-format {}   (the file looks like it: {})",
-                    "--data-format {}   (该文件看起来是这种格式：{})",
-                    form.name(),
-                    form.shape()
-                )),
-                (Some(form), _) | (None, Some(form)) => failure.next(text!(
-                    "the file looks like the form {}: {}; --data-format names another",
-                    "该文件看起来是 {} 格式：{}；可用 --data-format 指定另一种",
-                    form.name(),
-                    form.shape()
-                )),
-                (None, None) => failure.next(text!(
-                    "write the samples in one of the forms {}",
-                    "请按以下格式之一书写样本：{}",
-                    forms()
-                )),
-            }
-        }
-        DataError::OtherImage { image, .. } => failure.next(text!(
-            "magick {0} {0}.png, or with Pillow; then remove {0}",
-            "magick {0} {0}.png，或用 Pillow；然后删除 {0}",
-            image.display()
-        )),
-        DataError::UnknownFormat { .. } => failure.next(text!(
-            "write the samples in one of the forms {}",
-            "请按以下格式之一书写样本：{}",
-            forms()
-        )),
-        DataError::AmbiguousFormat { .. } => failure.next(both(
-            "give the file or directory that holds the samples, or its form with --data-format",
-            "请指定包含样本的文件或目录，或用 --data-format 指定其格式",
-        )),
-        _ => failure.next(both(
-            "give a file or directory that holds samples",
-            "请指定包含样本的文件或目录",
-        )),
-    }
-}
-
-/// The form of the file `path` by its first sample, otherwise by the words at its beginning.
-fn looks_like(path: &Path) -> Option<DataFormat> {
-    if let Ok(format) = models::data::detect(path) {
-        return Some(format);
-    }
-    let text = std::fs::read(path).ok()?;
-    let start = String::from_utf8_lossy(&text[..text.len().min(LOOKED_AT_BYTES)]);
-    let words = |words: &[&str]| words.iter().all(|word| start.contains(word));
-    [
-        (&["conversations", "from"][..], DataFormat::ShareGpt),
-        (&["conversations"], DataFormat::Minicpm),
-        (&["messages"], DataFormat::Messages),
-        (&["instruction", "output"], DataFormat::Alpaca),
-        (&["query", "response"], DataFormat::QueryResponse),
-    ]
-    .into_iter()
-    .find_map(|(all, format)| words(all).then_some(format))
-}
-
-/// Whether a reader's `reason` names a key that no form reads, so that another form does not help.
-fn refuses_key(reason: &str) -> bool {
-    let about = [
-        "is not supported",
-        "a run learns every answer",
-        "is no directory of frames",
-    ];
-    reason.contains('"') && about.iter().any(|words| reason.contains(words))
-}
-
-/// What JSON demands, if the parser stopped at something that other languages allow, or within an entry.
-fn syntax_hint(reason: &str) -> Option<Both> {
-    let begins = |words: &[&str]| words.iter().any(|word| reason.starts_with(word));
-    if begins(&["expected value", "trailing comma", "key must be a string"]) {
-        return Some(both(
-            "JSON writes texts in double quotes, and no comma after the last entry",
-            "JSON 的文本要用双引号，最后一项之后没有逗号",
-        ));
-    }
-    let split = begins(&["EOF while parsing"]);
-    split.then_some(both(
-        "samples are a JSON list, or one object on each line",
-        "样本应是一个 JSON 列表，或每行一个对象",
-    ))
 }
 
 /// Size of every sample, or why it cannot be used, and what its images lose. `images` has the headers of all images,

@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::lang::{Both, Lang, Text, both, text};
 
 pub(crate) use commands::{continue_run, quoted};
+pub(crate) use model_files::hub_name;
 
 /// Target of the log record that a failing rank ends with.
 pub(crate) const RECORD_TARGET: &str = "tessera_report";

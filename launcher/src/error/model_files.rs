@@ -221,8 +221,8 @@ fn absent(dir: &Path, error: &(dyn Error + 'static)) -> Failure {
     }
 }
 
-/// `dir` as `owner/name`, if it is spelled like that from the current directory and not even the owner exists.
-fn hub_name(dir: &Path) -> Option<String> {
+/// A path as `owner/name`, if it is spelled like that from the current directory and not even the owner exists.
+pub(crate) fn hub_name(dir: &Path) -> Option<String> {
     let here = std::env::current_dir().unwrap_or_default();
     let relative: PathBuf = dir.strip_prefix(here).unwrap_or(dir).to_owned();
     let parts: Vec<&str> = relative
