@@ -210,7 +210,7 @@ impl Glm4vProcessor {
     }
 
     /// The turn that may hold the marker of the sample's image: the user's first, or for CogAgent the last question if
-    /// the marker stands there.
+    /// it begins with the marker.
     ///
     /// # Errors
     /// The marker stands twice, or in another turn.
@@ -236,10 +236,14 @@ impl Glm4vProcessor {
             });
         }
         let last = turns.iter().rposition(|turn| turn.role == "user");
+        let is_in_front = |turn: usize| {
+            let text = turns[turn].content.trim_start();
+            text.starts_with(name) || text.starts_with(SINGLE_IMAGE)
+        };
         match turns.iter().position(|turn| count(turn) > 0) {
             None => Ok(first),
             Some(turn) if turn == first => Ok(first),
-            Some(turn) if self.later_image && Some(turn) == last => Ok(turn),
+            Some(turn) if self.later_image && Some(turn) == last && is_in_front(turn) => Ok(turn),
             Some(turn) => Err(SampleError::LaterImage { turn }),
         }
     }

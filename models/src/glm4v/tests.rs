@@ -245,6 +245,25 @@ fn a_sample_has_one_image_at_most() {
 }
 
 #[test]
+fn an_agents_last_question_may_begin_with_the_image() {
+    let mut agent = processor();
+    agent.later_image = true;
+    let encode = |question: &str| {
+        let roles = ["user", "assistant", "user", "assistant"];
+        let turns: Vec<_> = roles.into_iter().zip(["q", "a", question, "b"]).collect();
+        let images = ImageFolder::new(pack());
+        agent.encode(
+            &sample(&[IMAGE], &turns),
+            &images,
+            &EncodeOptions::default(),
+        )
+    };
+    assert_eq!(encode("<image>look").unwrap(), encode("look").unwrap());
+    let later = encode("look <image> here").unwrap_err();
+    assert!(matches!(later, SampleError::LaterImage { turn: 2 }));
+}
+
+#[test]
 fn system_observation_and_metadata_are_written_as_published() {
     let mut raw = sample(
         &[IMAGE],
