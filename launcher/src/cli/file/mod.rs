@@ -110,6 +110,20 @@ fn load_files(typed: &[String]) -> Result<Option<Loaded>, Failure> {
     }
     if let Some((trainer, rows)) = fill(&parts, &mut given)? {
         loaded.defaults = default_lines(trainer, &rows);
+        let held_out = ["eval-data", "eval-dataset"].map(|flag| given.get(flag));
+        if trainer == Trainer::LlamaFactory
+            && given.get("limit").is_some()
+            && held_out.iter().any(Option::is_some)
+        {
+            loaded.notes.push(Note {
+                flag: "max_samples".to_owned(),
+                reason: both(
+                    "it cuts the training data only; all held-out samples are evaluated",
+                    "它只截取训练数据；所有留出样本都会评估",
+                )
+                .into(),
+            });
+        }
     }
     loaded.words = line(&given);
     Ok(Some(loaded))
@@ -154,6 +168,12 @@ fn fill(parts: &[Part], given: &mut Given) -> Result<Option<(Trainer, Vec<Absent
     let rows = {
         let value = |flag: &str| given.get(flag).map(|word| word.value.clone());
         trainers::refuse_adapted_tower(trainer, &value)?;
+        let limit = given.get("limit");
+        let by_file = limit.is_some_and(|word| !word.place.is_empty());
+        // Beside a recipe's file the flag is this program's own.
+        if by_file || of_file.is_none() {
+            trainers::refuse_limit_of_several(trainer, &value, by_file)?;
+        }
         trainers::absent(trainer, &value)
     };
     let replaced: &[&str] = match given.get("train").is_some() {

@@ -376,6 +376,40 @@ fn a_key_of_swiss_army_transformer_acts_on_any_model() {
 }
 
 #[test]
+fn a_number_of_samples_of_each_data_set_is_no_number_of_all() {
+    let line = "--stage sft --model_name_or_path m --output_dir o --max_samples 4";
+    let refused = |line: &str| {
+        let argv: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        let Command::Train { typed, .. } = parse(&argv).expect(line) else {
+            panic!("{line}");
+        };
+        load(&typed).expect_err(line)
+    };
+    for sets in ["--dataset a,b", "--data a.json,b.json"] {
+        let failure = refused(&format!("{line} {sets}"));
+        assert!(
+            failure.title.contains("max_samples 4 with 2 data sets"),
+            "{failure}"
+        );
+        assert!(failure.to_string().contains("num_samples"), "{failure}");
+    }
+    let (args, loaded) = read(&format!("{line} --dataset a --eval_dataset b"));
+    assert_eq!(args.limit, Some(4));
+    let named = |note: &Note| note.flag == "max_samples";
+    assert!(loaded.notes.iter().any(named), "{loaded:?}");
+    let text = "stage: sft\nmodel_name_or_path: m\ndataset: a,b\nmax_samples: 4\n";
+    let (_directory, path) = write_file(text);
+    let line = format!("--config {}", path.display());
+    assert!(
+        refused(&line)
+            .to_string()
+            .contains("--limit 4 on the command line")
+    );
+    // The flag is this program's own: the first samples of all data.
+    assert_eq!(read(&format!("{line} --limit 4")).0.limit, Some(4));
+}
+
+#[test]
 fn a_line_of_llama_boards_preview_pastes_in() {
     let (args, loaded, _) = read_with_notes(
         "--stage sft --do_train True --model_name_or_path m --preprocessing_num_workers 16 --finetuning_type lora --template minicpm_v --flash_attn auto --dataset_dir data --dataset x --cutoff_len 2048 --learning_rate 5e-05 --num_train_epochs 3.0 --max_samples 100000 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --lr_scheduler_type cosine --max_grad_norm 1.0 --logging_steps 5 --save_steps 100 --warmup_steps 0 --packing False --enable_thinking True --report_to none --output_dir saves --bf16 True --plot_loss True --trust_remote_code True --ddp_timeout 180000000 --include_num_input_tokens_seen True --optim adamw_torch --lora_rank 8 --lora_alpha 16 --lora_dropout 0 --lora_target all --freeze_vision_tower True --freeze_multi_modal_projector True --image_max_pixels 589824 --image_min_pixels 1024 --video_max_pixels 65536 --video_min_pixels 256 --data d",
