@@ -298,6 +298,10 @@ fn deepspeed_part(path: PathBuf, given: &mut Given) -> Result<Part, Failure> {
         if choice.flag == "lr-scheduler-type" {
             given.remove("lr-scheduler-type");
         }
+        // --bf16 switches bf16 on, and the file says which kind.
+        if (&*choice.flag, &*choice.value) == ("precision", "pure-bf16") && given.is_on("bf16") {
+            given.remove("bf16");
+        }
         if given.set_by(&choice.flag).is_some() {
             continue;
         }

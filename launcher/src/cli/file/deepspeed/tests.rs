@@ -189,6 +189,26 @@ fn precision_follows_the_switches_of_the_file() {
     assert!(of("", "--bf16=true").ends_with("--zero=1"));
     let pure = "\"bf16\": {\"enabled\": true, \"bf16_master_weights_and_grads\": true, \"bf16_optimizer_states\": true}";
     assert!(of(pure, "").contains("--pure-bf16-moments=bf16 --precision=pure-bf16"));
+    // The pair of flag and file that the Hugging Face trainers expect.
+    for pure in [pure, &pure.replace("true, \"bf16_m", "\"auto\", \"bf16_m")] {
+        let words = of(pure, "--bf16=true");
+        assert!(
+            words.contains("--pure-bf16-moments=bf16 --precision=pure-bf16"),
+            "{words}"
+        );
+        assert!(!words.contains("--bf16=true"), "{words}");
+    }
+    let text = format!("{{\"zero_optimization\": {{\"stage\": 1}}, {pure}}}");
+    assert!(refused(&text, "--precision=bf16").contains("--precision bf16"));
+    let open = text.replace("true, \"bf16_m", "\"auto\", \"bf16_m");
+    assert!(refused(&open, "").contains("add --bf16 true"));
+    assert!(
+        !of(
+            &pure.replace("true, \"bf16_m", "\"auto\", \"bf16_m"),
+            "--fp16=true"
+        )
+        .contains("pure")
+    );
     let scale =
         "\"fp16\": {\"enabled\": \"auto\", \"loss_scale_window\": 5e2, \"min_loss_scale\": 0.01}";
     assert!(of(scale, "--fp16=true").contains("--loss-scale-window=500 --min-loss-scale=0.01"));

@@ -4,7 +4,7 @@ use super::{Mapper, Switch};
 use crate::cli::file::report::Outcome;
 use crate::config::PrecisionChoice as Precision;
 use crate::config::words::value_name;
-use crate::lang::{Text, both, text};
+use crate::lang::{both, text};
 
 const FP16: &str = "fp16.enabled";
 const BF16: &str = "bf16.enabled";
@@ -61,6 +61,9 @@ impl Mapper<'_> {
             }
             // `auto` without fp16 can still mean bf16.
             (_, Switch::Auto) | (Switch::Auto, Switch::Absent) => {
+                if bf16 == Switch::Auto {
+                    self.auto_bf16(asked);
+                }
                 if fp16 == Switch::Off {
                     self.set(FP16, Outcome::Here(both("it is off", "它是关闭的")));
                 }
@@ -74,7 +77,8 @@ impl Mapper<'_> {
                 }
             }
         }
-        if bf16 != Switch::On {
+        let is_auto = bf16 == Switch::Auto && fp16 != Switch::On;
+        if bf16 != Switch::On && !(is_auto && (is_bf16 || asked.is_none())) {
             for path in [PURE, STATES] {
                 self.set(
                     path,
@@ -85,11 +89,42 @@ impl Mapper<'_> {
         self.loss_scale(fp16 == Switch::On || is_fp16);
     }
 
+    /// Pure bf16 where `auto` means bf16: a flag says so. Without a flag of a number format nothing does.
+    fn auto_bf16(&mut self, asked: Option<Precision>) {
+        let keys = [PURE, STATES].map(|path| (path, self.switch(path)));
+        let on = keys.iter().find(|(_, switch)| *switch == Switch::On);
+        match (asked, on) {
+            (Some(Precision::Bf16 | Precision::PureBf16), _) | (None, None) => {
+                let kind = self.kind_of_bf16(asked);
+                if on.is_some() && kind == Precision::PureBf16 {
+                    self.choose("precision", "pure-bf16", &[PURE]);
+                }
+            }
+            (None, Some((path, _))) => {
+                let what = text!("{path} needs a number format", "{path} 需要数值格式");
+                self.error(
+                    path,
+                    what,
+                    both(
+                        "bf16.enabled is auto, and no flag names the number format",
+                        "bf16.enabled 是 auto，而没有参数指定数值格式",
+                    ),
+                    both("add --bf16 true", "请加上 --bf16 true"),
+                );
+            }
+            _ => {}
+        }
+    }
+
     /// Mixed bf16, or pure bf16 if the file or the command line says so.
     fn kind_of_bf16(&mut self, asked: Option<Precision>) -> Precision {
         let (pure, states) = (self.switch(PURE), self.switch(STATES));
         match (pure, states) {
             (Switch::On, _) => {
+                let given = self.given.get("precision").cloned();
+                if let Some(word) = given.filter(|_| asked == Some(Precision::Bf16)) {
+                    self.contradict(PURE, &word);
+                }
                 let moments = if states == Switch::On { "bf16" } else { "f32" };
                 let key = if states == Switch::Absent {
                     PURE
@@ -115,7 +150,7 @@ impl Mapper<'_> {
                         "bf16 moments need bf16 weights without f32 master weights",
                         "bf16 动量需要没有 f32 主权重的 bf16 权重",
                     ),
-                    Text::default(),
+                    text!("set \"{PURE}\": true", "请设置 \"{PURE}\": true"),
                 );
                 Precision::Bf16
             }
