@@ -140,7 +140,7 @@ const SAT_ADAPTERS: [&str; 4] = [
 ];
 
 /// Settings of `trainer` for a recipe that has the flags `given`; the first row of a flag counts. Rows of flags that are
-/// given are included.
+/// given are included. Saved adapters bring their own rank, alpha, dropout and layers, as in every trainer.
 pub(in crate::cli) fn absent(
     trainer: Trainer,
     given: &dyn Fn(&str) -> Option<String>,
@@ -195,6 +195,9 @@ pub(in crate::cli) fn absent(
         Trainer::Sat => sat(adapters, given, &mut rows),
         Trainer::CogVlm2 => cogvlm2(&mut rows),
         Trainer::TwoU1 => two_u1(adapters, given, &mut rows),
+    }
+    if given("adapter").is_some() {
+        rows.0.retain(|row| !row.flag.starts_with("lora-"));
     }
     rows.0
 }
@@ -441,6 +444,13 @@ mod tests {
             ],
         );
         check(LlamaFactory, "use-lora=false", &[("freeze", "projector")]);
+        for trainer in [LlamaFactory, MsSwift, OpenBmb, Glm4, Sat] {
+            let rows = rows(trainer, "adapter=a use-lora=true");
+            assert!(
+                !rows.iter().any(|(flag, _)| flag.starts_with("lora-")),
+                "{trainer:?}: {rows:?}"
+            );
+        }
         check(
             MsSwift,
             "",
