@@ -170,6 +170,8 @@ pub struct Args {
     #[arg(long, value_name = "TOKENS", help_heading = "Model and data")]
     pub model_max_length: Option<usize>,
     /// Most slices an image is cut into (MiniCPM)
+    ///
+    /// The variable MAX_SLICE_NUMS sets it too.
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     pub max_slice_nums: Option<usize>,
     /// Largest area of an image in pixels (GLM-4.1V)

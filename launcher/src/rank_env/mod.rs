@@ -283,11 +283,13 @@ pub struct Env {
     pub max_pixels: Option<usize>,
     /// Smallest area of an image in pixels, from `MIN_PIXELS`.
     pub min_pixels: Option<usize>,
+    /// Most slices of an image, from `MAX_SLICE_NUMS`.
+    pub max_slice_nums: Option<usize>,
     /// Number of pipeline stages, from SAT's variable `MP_SIZE`.
     pub mp_size: Option<usize>,
     /// Number of ranks on each machine, from SAT's variable `NUM_GPUS_PER_WORKER`.
     pub gpus_per_worker: Option<usize>,
-    /// Those of SAT's two variables that are set to something else than a number above 0, with their values.
+    /// Those of these five variables that are set to something else than a number above 0, with their values.
     pub unusable: Vec<(&'static str, String)>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
@@ -303,6 +305,15 @@ pub(crate) fn language() -> Lang {
 }
 
 impl Env {
+    /// Variables of other trainers that stand for a flag, with the flag.
+    pub(crate) const STAND_INS: [(&str, &str); 5] = [
+        ("MAX_PIXELS", "--image-max-pixels"),
+        ("MIN_PIXELS", "--image-min-pixels"),
+        ("MAX_SLICE_NUMS", "--max-slice-nums"),
+        ("MP_SIZE", "--mp-size"),
+        ("NUM_GPUS_PER_WORKER", "--nproc"),
+    ];
+
     /// Reads the environment variables of this process. `rank_is` says whether `RANK` counts machines or
     /// processes, if the variables do not tell.
     ///
@@ -358,7 +369,6 @@ impl Env {
             let value = lookup(name)?.to_string_lossy().trim().to_owned();
             (count(name).is_none() && !value.is_empty()).then_some((name, value))
         };
-        let sat = ["MP_SIZE", "NUM_GPUS_PER_WORKER"];
         Self {
             rank: rank.map(|place| RankEnv {
                 rank: place.rank,
@@ -382,9 +392,13 @@ impl Env {
             rust_log: text("RUST_LOG"),
             max_pixels: count("MAX_PIXELS"),
             min_pixels: count("MIN_PIXELS"),
+            max_slice_nums: count("MAX_SLICE_NUMS"),
             mp_size: count("MP_SIZE"),
             gpus_per_worker: count("NUM_GPUS_PER_WORKER"),
-            unusable: sat.into_iter().filter_map(unusable).collect(),
+            unusable: Self::STAND_INS
+                .iter()
+                .filter_map(|(name, _)| unusable(name))
+                .collect(),
             now: SystemTime::now(),
         }
     }

@@ -54,6 +54,35 @@ fn data_check_describes_a_good_file() {
 }
 
 #[test]
+fn data_check_reads_the_variables_that_bound_images() {
+    let site = Site::with_family("glm-4.1v-9b-thinking");
+    let most = |pixels: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
+            .env("LC_ALL", "C")
+            .env("MAX_PIXELS", pixels)
+            .current_dir(site.path(""))
+            .args("data check data/samples.json --model model --json".split(' '))
+            .output()
+            .unwrap();
+        let report: Option<Value> = serde_json::from_slice(&output.stdout).ok();
+        let text = String::from_utf8(output.stderr).unwrap();
+        (
+            report.and_then(|report| report["tokens"]["max"].as_u64()),
+            text,
+        )
+    };
+    let (free, _) = most("100000000");
+    let (bounded, text) = most("3136");
+    assert!(
+        bounded < free && bounded.is_some(),
+        "{bounded:?} {free:?} {text}"
+    );
+    let (none, text) = most("100*1000");
+    assert_eq!(none, None);
+    assert_says(&text, &["MAX_PIXELS=100*1000", "unset MAX_PIXELS"]);
+}
+
+#[test]
 fn thoughts_are_named_where_the_template_does_not_read_them() {
     let named = ["glm-4.6v-flash", "minicpm-v-4_5", "glm-ocr"].map(|pack| {
         let site = Site::with_family(pack);

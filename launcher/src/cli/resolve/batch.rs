@@ -63,6 +63,15 @@ pub(super) fn resolve(
     if args.tokens_per_batch.is_some() {
         only_budget(args, notes)?;
     }
+    for (name, flag) in [
+        ("MAX_PIXELS", args.image_max_pixels),
+        ("MIN_PIXELS", args.image_min_pixels),
+        ("MAX_SLICE_NUMS", args.max_slice_nums),
+    ] {
+        if flag.is_none() {
+            super::usable(env, name)?;
+        }
+    }
     let image_max_pixels = args.image_max_pixels.or(env.max_pixels);
     let image_min_pixels = args.image_min_pixels.or(env.min_pixels);
     if let (Some(most), Some(least)) = (image_max_pixels, image_min_pixels)
@@ -84,7 +93,10 @@ pub(super) fn resolve(
             .per_device_eval_batch_size
             .unwrap_or(defaults.eval_batch),
         model_max_length: args.model_max_length.unwrap_or(defaults.model_max_length),
-        max_slice_nums: args.max_slice_nums.unwrap_or(defaults::MAX_SLICE_NUMS),
+        max_slice_nums: args
+            .max_slice_nums
+            .or(env.max_slice_nums)
+            .unwrap_or(defaults::MAX_SLICE_NUMS),
         image_max_pixels,
         image_min_pixels,
         skip_bad_samples: args.skip_bad_samples.unwrap_or(false),
@@ -291,6 +303,28 @@ mod tests {
             (Some(7), Some(7))
         );
         assert!(bounds(None, Some(9001)).is_err());
+        let with = |name: &'static str, value: &'static str, args: &Args| {
+            let lookup = |asked: &str| (asked == name).then(|| value.into());
+            let env = Env::from_lookup(&lookup).expect("reads");
+            resolve(args, &env, &MODEL, 1, &mut Vec::new())
+        };
+        let none = Args::default();
+        let slices = with("MAX_SLICE_NUMS", "3", &none).expect("resolves");
+        assert_eq!(slices.max_slice_nums, 3);
+        for name in ["MAX_PIXELS", "MIN_PIXELS", "MAX_SLICE_NUMS"] {
+            for value in ["1e5", "100000.0", "100*1000", "abc", "0"] {
+                let refused = with(name, value, &none).expect_err(name);
+                assert!(
+                    refused.title.contains(&format!("{name}={value}")),
+                    "{refused}"
+                );
+            }
+        }
+        let flag = Args {
+            image_max_pixels: Some(7),
+            ..Args::default()
+        };
+        with("MAX_PIXELS", "abc", &flag).expect("the flag counts");
     }
 
     fn of(

@@ -37,7 +37,7 @@ const LONGEST: usize = 5;
 /// # Errors
 /// The command line lacks the file or the model (exit 2), or one of them cannot be read.
 pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCode, Failure> {
-    let config = configuration(args)?;
+    let config = configuration(args, variables)?;
     let file = config.data_file();
     let dir = config.model_dir();
     check_directory(text!("use {}", "使用 {}", dir.display()), &dir)?;
@@ -81,8 +81,8 @@ pub(crate) fn run(args: &DataCheckArgs, variables: &Variables) -> Result<ExitCod
     })
 }
 
-/// Configuration that training would have with the same flags.
-fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
+/// Configuration that training would have with the same flags, and the same variables about images.
+fn configuration(args: &DataCheckArgs, variables: &Variables) -> Result<RunConfig, Failure> {
     let missing = |what: Text| {
         Failure::usage(
             text!(
@@ -138,7 +138,12 @@ fn configuration(args: &DataCheckArgs) -> Result<RunConfig, Failure> {
         seed: args.seed,
         ..Args::default()
     };
-    Ok(resolve(&training, &Env::from_lookup(&|_| None)?)?.config)
+    let of_images = |name: &str| {
+        let is_read = ["MAX_PIXELS", "MIN_PIXELS", "MAX_SLICE_NUMS"].contains(&name);
+        let value = variables.get(name).filter(|_| is_read);
+        value.map(ToOwned::to_owned)
+    };
+    Ok(resolve(&training, &Env::from_lookup(&of_images)?)?.config)
 }
 
 fn print(report: &Report, as_json: bool, variables: &Variables) -> Result<(), Failure> {

@@ -4,7 +4,7 @@ use super::Kind;
 use crate::lang::{Both, both};
 
 /// Variables that this program reads, with their effect.
-pub(super) const READ: [(&str, Both); 65] = [
+pub(super) const READ: [(&str, Both); 66] = [
     (
         "MAX_PIXELS",
         both(
@@ -17,6 +17,13 @@ pub(super) const READ: [(&str, Both); 65] = [
         both(
             "smallest area of an image of GLM-4.1V, as --image-min-pixels",
             "GLM-4.1V 图片的最小面积，同 --image-min-pixels",
+        ),
+    ),
+    (
+        "MAX_SLICE_NUMS",
+        both(
+            "most slices of an image, as --max-slice-nums",
+            "每张图片的最大切片数，同 --max-slice-nums",
         ),
     ),
     (
@@ -516,7 +523,40 @@ pub(super) const ACT_ON_OTHERS: [(&str, Both); 17] = [
 /// Names, why they have no effect here, what to use instead.
 pub(super) type Foreign = (&'static [&'static str], Both, Both);
 
-pub(super) const FOREIGN: [Foreign; 23] = [
+pub(super) const FOREIGN: [Foreign; 26] = [
+    (
+        &["ROOT_IMAGE_DIR"],
+        both(
+            "a flag names the directory of images",
+            "图片的目录由参数指定",
+        ),
+        both("--image-dir DIR", "--image-dir DIR"),
+    ),
+    (
+        &["IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM"],
+        both(
+            "images are bounded in pixels or slices",
+            "图片按像素或切片数限制",
+        ),
+        both(
+            "--image-max-pixels N, --image-min-pixels N, --max-slice-nums N",
+            "--image-max-pixels N、--image-min-pixels N、--max-slice-nums N",
+        ),
+    ),
+    (
+        &[
+            "VIDEO_MAX_PIXELS",
+            "VIDEO_MIN_PIXELS",
+            "VIDEO_MAX_TOKEN_NUM",
+            "VIDEO_MIN_TOKEN_NUM",
+            "FPS_MAX_FRAMES",
+        ],
+        both(
+            "frames have the size of the model's own settings, and all that the data lists are taken",
+            "帧的尺寸按模型自身的设置，数据列出的帧全部使用",
+        ),
+        both("fewer frames in the data", "在数据中减少帧数"),
+    ),
     (
         &["NUM_WORKERS"],
         both("this program starts the ranks", "各 rank 由本程序启动"),

@@ -6,7 +6,7 @@ mod known;
 use crate::lang::{Both, both, text};
 use serde::Serialize;
 
-use crate::rank_env::Variables;
+use crate::rank_env::{Env, Variables};
 use crate::ui::Event;
 use known::{ACT_ON_OTHERS, FAMILIES, FOREIGN, HIDDEN, READ};
 
@@ -97,8 +97,7 @@ pub(crate) fn stand_ins(variables: &Variables) -> Vec<Event> {
             ),
         })
     };
-    let read = [("MP_SIZE", "--mp-size"), ("NUM_GPUS_PER_WORKER", "--nproc")];
-    read.into_iter().filter_map(set).collect()
+    Env::STAND_INS.into_iter().filter_map(set).collect()
 }
 
 fn named(
@@ -136,7 +135,7 @@ fn printable(value: &str) -> String {
 mod tests {
     use super::*;
     use crate::rank_env::{
-        CudaSearchPaths, Env, GpuCode, HostRegister, Matmul, fused_attention_backward,
+        CudaSearchPaths, GpuCode, HostRegister, Matmul, fused_attention_backward,
     };
     use std::cell::RefCell;
     use std::collections::BTreeSet;
@@ -167,6 +166,13 @@ mod tests {
             panic!("{notes:?}");
         };
         assert_eq!(flag, "NUM_WORKERS");
+        for name in ["ROOT_IMAGE_DIR", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS"] {
+            let notes = super::notes(&environment(&[(name, "1")]));
+            assert!(
+                matches!(&notes[..], [Event::Note { flag, .. }] if flag == name),
+                "{name}: {notes:?}"
+            );
+        }
         assert!(reason.contains("--nproc"), "{reason}");
         assert!(text.contains("MP_SIZE=4 stands for --mp-size 4"), "{text}");
     }
