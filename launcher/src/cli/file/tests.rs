@@ -410,6 +410,16 @@ fn a_number_of_samples_of_each_data_set_is_no_number_of_all() {
 }
 
 #[test]
+fn empty_lists_of_a_file_set_nothing() {
+    let (args, _) = with_file(
+        "tuner_type: lora\nval_dataset: []\ndataset: [d]\nadapters: []\nlora_target_modules: []\n",
+        "--output o",
+    );
+    assert_eq!((args.eval_data, args.adapter), (None, None));
+    assert_eq!(args.data, Some("d".into()));
+}
+
+#[test]
 fn a_line_of_llama_boards_preview_pastes_in() {
     let (args, loaded, _) = read_with_notes(
         "--stage sft --do_train True --model_name_or_path m --preprocessing_num_workers 16 --finetuning_type lora --template minicpm_v --flash_attn auto --dataset_dir data --dataset x --cutoff_len 2048 --learning_rate 5e-05 --num_train_epochs 3.0 --max_samples 100000 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --lr_scheduler_type cosine --max_grad_norm 1.0 --logging_steps 5 --save_steps 100 --warmup_steps 0 --packing False --enable_thinking True --report_to none --output_dir saves --bf16 True --plot_loss True --trust_remote_code True --ddp_timeout 180000000 --include_num_input_tokens_seen True --optim adamw_torch --lora_rank 8 --lora_alpha 16 --lora_dropout 0 --lora_target all --freeze_vision_tower True --freeze_multi_modal_projector True --image_max_pixels 589824 --image_min_pixels 1024 --video_max_pixels 65536 --video_min_pixels 256 --data d",

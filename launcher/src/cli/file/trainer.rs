@@ -89,9 +89,7 @@ fn take(
             .or_else(|| meaning(trainer, &name).filter(|_| !is_flag(&name))),
     };
     let outcome = match (found, section) {
-        _ if entry.value == Value::Null => {
-            Outcome::Here(both("nothing is set", "没有设定任何内容"))
-        }
+        _ if is_unset(&entry.value) => Outcome::Here(both("nothing is set", "没有设定任何内容")),
         (Some(meaning), _) => effect(meaning, entry, &path, given, report),
         (None, None) => flag(entry, &name, &path, given, report),
         (None, Some(keys)) => {
@@ -101,6 +99,11 @@ fn take(
         }
     };
     report.rows.push(Row::new(path, entry, outcome));
+}
+
+/// Whether a value sets nothing: `null`, or an empty list, as trainers store what was not given.
+fn is_unset(value: &Value) -> bool {
+    matches!(value, Value::Null) || matches!(value, Value::List(items) if items.is_empty())
 }
 
 fn is_flag(name: &str) -> bool {
