@@ -209,6 +209,9 @@ fn default_lines(trainer: Trainer, rows: &[Absent]) -> Vec<Text> {
         ))
     };
     lines.extend(rows.iter().map(row));
+    if trainer == Trainer::MsSwift {
+        lines.push(trainers::CUT.into());
+    }
     lines.push(
         both(
             "all other settings take this program's defaults",

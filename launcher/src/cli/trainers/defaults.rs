@@ -167,6 +167,9 @@ pub(in crate::cli) fn absent(
             } else {
                 MS_SWIFT_FULL
             });
+            if let Some(tokens) = given("model").and_then(|model| positions(Path::new(&model))) {
+                rows.push("model-max-length", tokens.to_string());
+            }
             if let Some(samples) = swift_global_batch(given) {
                 rows.push("global-batch-size", samples.to_string());
             }
@@ -250,6 +253,17 @@ fn packed(trainer: Trainer, given: &dyn Fn(&str) -> Option<String>, rows: &mut R
     {
         rows.push("quantize-double", "true".to_owned());
     }
+}
+
+/// Longest sequence of the model in this directory, which is ms-swift's `max_length` where none is given.
+fn positions(model: &Path) -> Option<u64> {
+    let text = std::fs::read_to_string(model.join("config.json")).ok()?;
+    let config: serde_json::Value = serde_json::from_str(&text).ok()?;
+    let of = |config: &serde_json::Value| {
+        let names = ["max_position_embeddings", "seq_length"];
+        names.iter().find_map(|name| config[name].as_u64())
+    };
+    of(&config).or_else(|| of(&config["text_config"]))
 }
 
 /// ms-swift accumulates to at least 16 samples over all ranks.
@@ -463,6 +477,16 @@ mod tests {
                 ("global-batch-size", "16"),
             ],
         );
+        let directory = tempfile::tempdir().expect("temp dir");
+        let file = directory.path().join("config.json");
+        for config in [
+            "{\"max_position_embeddings\": 640}",
+            "{\"text_config\": {\"max_position_embeddings\": 640}}",
+        ] {
+            std::fs::write(&file, config).expect("written");
+            let line = format!("model={}", directory.path().display());
+            check(MsSwift, &line, &[("model-max-length", "640")]);
+        }
         check(MsSwift, "nproc=3", &[("global-batch-size", "18")]);
         check(MsSwift, "use-lora=false", &[("learning-rate", "1e-5")]);
         check(

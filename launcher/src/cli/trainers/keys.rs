@@ -51,6 +51,11 @@ const UNPACKED: Both = both(
     "samples are not joined; --tokens-per-batch N fills micro-batches without padding",
     "样本不会拼接；--tokens-per-batch N 会不加填充地填满微批",
 );
+/// What becomes of long samples in a recipe of ms-swift, whose `truncation_strategy` is `delete`.
+pub(in crate::cli) const CUT: Both = both(
+    "samples longer than --model-max-length (max_length) are cut at the right end; ms-swift leaves them out (truncation_strategy delete). `launcher data check` finds them",
+    "比 --model-max-length（max_length）更长的样本在右端截断；ms-swift 会丢弃它们（truncation_strategy delete）。`launcher data check` 可找出它们",
+);
 const NO_NOISE: Both = both("no noise is added to embeddings", "不向嵌入添加噪声");
 const RATES: Both = both(
     "--lr PART=X gives parts their own learning rates",
@@ -84,6 +89,8 @@ pub(in crate::cli) enum Meaning {
     Unused(Both),
     /// No effect for these values; others are refused, for this reason.
     Only(&'static [&'static str], Both),
+    /// No effect for these values, for this reason, which the run names; others as the other meaning says.
+    Named(&'static [&'static str], Both, &'static Self),
 }
 
 /// Effect of a key with a value.
@@ -98,7 +105,7 @@ pub(in crate::cli) enum Effect {
     Refused(Text),
 }
 
-use Meaning::{Flag, Only, Unused, Words, WordsOr};
+use Meaning::{Flag, Named, Only, Unused, Words, WordsOr};
 
 impl Meaning {
     /// What becomes of the key, for the documentation.
@@ -128,6 +135,14 @@ impl Meaning {
                 }
             }
             Unused(reason) => format!("no effect: {reason}"),
+            Named(values, reason, others) => {
+                let values: Vec<String> = values.iter().map(|value| format!("`{value}`")).collect();
+                format!(
+                    "{}: no effect: {reason}; {}",
+                    values.join(" "),
+                    others.describe()
+                )
+            }
             Only(neutral, reason) => {
                 let words = neutral.iter().filter(|word| !word.is_empty());
                 let words: Vec<String> = words.map(|word| format!("`{word}`")).collect();
@@ -157,6 +172,10 @@ impl Meaning {
         match self {
             Flag(name) => flag(name),
             Unused(reason) => Effect::Unused(*reason),
+            Named(values, reason, others) => match values.iter().any(|word| is_word(word, text)) {
+                true => Effect::Unused(*reason),
+                false => others.effect(text),
+            },
             Words(words) => found(words).unwrap_or_else(|| {
                 let words = words.iter().map(|(word, _)| *word);
                 let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
@@ -895,9 +914,13 @@ const MS_SWIFT: &[Key] = &[
     ),
     (
         "truncation_strategy",
-        Only(
-            &["right"],
-            both("samples are cut at the right end", "样本在右端截断"),
+        Named(
+            &["delete"],
+            CUT,
+            &Only(
+                &["right"],
+                both("samples are cut at the right end", "样本在右端截断"),
+            ),
         ),
     ),
     ("packing", Only(&["false"], UNPACKED)),

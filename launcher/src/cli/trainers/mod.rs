@@ -10,7 +10,7 @@ use clap::ValueEnum;
 
 pub(super) use defaults::{Absent, absent, refuse_adapted_tower, refuse_limit_of_several};
 pub(super) use keys::{
-    Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, TABLES, boolean, find, is_word, meaning,
+    CUT, Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, TABLES, boolean, find, is_word, meaning,
     own_meaning,
 };
 
