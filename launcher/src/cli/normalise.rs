@@ -379,7 +379,8 @@ fn recipe_key(
                     "{spelled} {text} 不可用"
                 ),
                 why,
-            ));
+            )
+            .next(text!("omit {spelled}", "请去掉 {spelled}")));
         }
     }
     Ok(())

@@ -17,7 +17,13 @@ const MAX_BYTES: u64 = 1 << 20;
 /// # Errors
 /// The file cannot be read, is too large, or has a syntax error (exit 2, with the line).
 pub(crate) fn read(path: &Path) -> Result<Value, Failure> {
-    let io = |error| Failure::io(ErrorCode::Usage, both("read", "读取"), path, &error);
+    let io = |error| {
+        let failure = Failure::io(ErrorCode::Usage, both("read", "读取"), path, &error);
+        failure.next(both(
+            "give the path of a file; a relative one starts at the current directory, or at the file that names it",
+            "请给出文件的路径；相对路径以当前目录为起点，或以写出它的文件所在目录为起点",
+        ))
+    };
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(io)?;
     file.take(MAX_BYTES + 1)

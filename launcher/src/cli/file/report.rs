@@ -139,10 +139,13 @@ impl Problem {
         let name = name.display();
         let failure = Failure::usage(text!("{name}: {what}", "{name}：{what}"), why.clone());
         let failure = failure.evidence(text!("{name} line {line}", "{name} 第 {line} 行"));
-        match next {
-            Some(next) => failure.next(next.clone()),
-            None => failure,
-        }
+        failure.next(match next {
+            Some(next) => next.clone(),
+            None => text!(
+                "change or remove the key in line {line} of {name}",
+                "请修改或删除 {name} 第 {line} 行的键"
+            ),
+        })
     }
 }
 

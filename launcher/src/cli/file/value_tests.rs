@@ -115,7 +115,9 @@ fn values_of_published_keys_are_honored_or_named() {
                             })
                         }
                         (Refused(why), Err(failure)) => {
-                            failure.contains(why) && failure.replace('-', "_").contains(key)
+                            failure.contains(why)
+                                && failure.replace('-', "_").contains(key)
+                                && failure.contains("\n  next ")
                         }
                         _ => false,
                     };

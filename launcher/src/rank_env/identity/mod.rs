@@ -266,6 +266,10 @@ fn not_a_number(name: &str, value: &str) -> Failure {
             "rank 变量必须是整数",
         ),
     )
+    .next(text!(
+        "unset {name}, or set it to a whole number",
+        "请取消设置 {name}，或把它设为整数"
+    ))
 }
 
 /// Failure of two sources that contradict each other.

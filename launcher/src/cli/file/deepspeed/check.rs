@@ -82,7 +82,10 @@ fn known(
             line: *line,
             what: text!("{path} cannot be {value}", "{path} 不能是 {value}"),
             why: why.clone(),
-            next: None,
+            next: value
+                .as_text()
+                .filter(|text| text.parse::<f64>().is_ok())
+                .map(|text| text!("write {text} without quotes", "请写成不带引号的 {text}")),
         });
         return Outcome::Refused(why);
     }
