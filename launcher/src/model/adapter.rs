@@ -1,10 +1,10 @@
 //! Saved adapters that a run or an answer starts from, checked against the model.
 
 use crate::error::{ErrorCode, Failure, chain};
-use crate::lang::{Text, both, text};
+use crate::lang::{Both, Text, both, text};
 use engine::ParamSpec;
 use models::WeightSource;
-use models::adapter::Adapter;
+use models::adapter::{Adapter, AdapterError};
 use models::params::{ADAPTER_PREFIX, is_added};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,12 +15,11 @@ const LISTED: usize = 3;
 /// Opens the adapters and trained tensors in `dir` and checks that they belong to the weights `base`.
 pub(crate) fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
     let adapter = Adapter::open(dir).map_err(|error| {
-        Failure::new(
-            ErrorCode::ModelFiles,
+        unreadable(
             text!("cannot use the adapter {}", "无法使用适配器 {}", dir.display()),
-            chain(&error),
+            &error,
+            both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"),
         )
-        .next(both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"))
     })?;
     let misfits = adapter.misfits(base);
     if !misfits.is_empty() {
@@ -36,6 +35,24 @@ pub(crate) fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, F
         true => Ok(adapter),
         false => Err(stranger(&adapter, &strangers)),
     }
+}
+
+/// Failure of a directory of adapters that cannot be read: `otherwise` says what to do, unless they are of a kind that only
+/// peft has.
+pub(crate) fn unreadable(title: Text, error: &AdapterError, otherwise: Both) -> Failure {
+    let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
+    if !matches!(error, AdapterError::Unsupported { .. }) {
+        return failure.next(otherwise);
+    }
+    failure
+        .next(both(
+            "merge it into its base with peft (merge_and_unload, save_pretrained), and give that directory to --model",
+            "用 peft 把它合并到基础模型中（merge_and_unload、save_pretrained），再把该目录交给 --model",
+        ))
+        .next(both(
+            "or train plain LoRA adapters instead: --use-lora without --adapter",
+            "或改为训练普通的 LoRA 适配器：--use-lora，不用 --adapter",
+        ))
 }
 
 fn no_place(name: &str) -> Text {
@@ -90,7 +107,8 @@ pub(crate) fn stranger(adapter: &Adapter, reasons: &[Text]) -> Failure {
     }
     let base = adapter
         .config()
-        .and_then(|c| c.base_model_name_or_path.clone());
+        .and_then(|c| c.base_model_name_or_path.clone())
+        .filter(|base| !base.trim().is_empty());
     match base {
         Some(base) => failure.next(text!(
             "use --model {base}, the model that the adapter was trained on",
@@ -137,4 +155,33 @@ pub(crate) fn check_trained(adapter: &Adapter, params: &[ParamSpec]) -> Result<(
         "or merge them into a model first: `launcher export CHECKPOINT --merge --output DIR`",
         "或先把它们合并为模型：`launcher export CHECKPOINT --merge --output DIR`",
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adapters_that_only_peft_has_are_merged_with_peft() {
+        let directory = tempfile::tempdir().expect("temp dir");
+        let refused = |config: &str| {
+            let file = directory.path().join("adapter_config.json");
+            std::fs::write(file, config).expect("written");
+            let error = models::adapter::AdapterConfig::open(directory.path()).expect_err(config);
+            unreadable("title".into(), &error, both("elsewhere", "别处")).to_string()
+        };
+        for other in [
+            "\"use_dora\": true",
+            "\"bias\": \"all\"",
+            "\"init_lora_weights\": \"pissa\"",
+            "\"trainable_token_indices\": [1]",
+        ] {
+            let text = refused(&format!("{{\"r\": 2, \"lora_alpha\": 8, {other}}}"));
+            assert!(
+                text.contains("merge_and_unload") && !text.contains("elsewhere"),
+                "{text}"
+            );
+        }
+        assert!(refused("{").contains("elsewhere"));
+    }
 }

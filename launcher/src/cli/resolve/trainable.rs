@@ -8,7 +8,8 @@ use super::{note, out_of_range, positive, within};
 use crate::cli::{Args, Note};
 use crate::config::words::words;
 use crate::config::{Lora, Trainable, defaults};
-use crate::error::{ErrorCode, Failure, chain};
+use crate::error::Failure;
+use crate::model::adapter::unreadable;
 use models::adapter::{ADAPTER_CONFIG, AdapterConfig};
 use models::selection::VISION;
 
@@ -91,19 +92,18 @@ fn started(
         false => latest().unwrap_or_else(|| named.clone()),
     };
     let settings = AdapterConfig::open(&dir).map_err(|error| {
-        Failure::new(
-            ErrorCode::ModelFiles,
+        unreadable(
             text!(
                 "cannot start from the adapters in {}",
                 "无法从 {} 中的适配器开始",
                 named.display()
             ),
-            chain(&error),
+            &error,
+            both(
+                "give --adapter a directory with adapter_config.json and adapter_model.safetensors",
+                "请把含有 adapter_config.json 和 adapter_model.safetensors 的目录交给 --adapter",
+            ),
         )
-        .next(both(
-            "give --adapter a directory with adapter_config.json and adapter_model.safetensors",
-            "请把含有 adapter_config.json 和 adapter_model.safetensors 的目录交给 --adapter",
-        ))
     })?;
     let replaced = [
         (

@@ -10,8 +10,9 @@ use crate::cli::{ExportArgs, ExportDtype, ExportFormat};
 use crate::commands::new_directory::NewDirectory;
 use crate::config::{MergeBase, Quantize, QuantizeFormat};
 use crate::error::output::say;
-use crate::error::{ErrorCode, Failure, chain, failures};
+use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{Both, Text, both, text};
+use crate::model::adapter::unreadable;
 use crate::model::files::{self, SmallFile};
 use crate::model::quantize;
 use crate::model::stored::MAX_SHARD_BYTES;
@@ -428,15 +429,14 @@ fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
 }
 
 fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
-    Failure::new(
-        ErrorCode::ModelFiles,
+    unreadable(
         text!("cannot export {}", "无法导出 {}", directory.display()),
-        chain(error),
+        error,
+        both(
+            "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
+            "请指定某次运行的 checkpoint-N 目录，或含有 adapter_model.safetensors 的目录",
+        ),
     )
-    .next(both(
-        "give a checkpoint-N directory of a run, or a directory with adapter_model.safetensors",
-        "请指定某次运行的 checkpoint-N 目录，或含有 adapter_model.safetensors 的目录",
-    ))
 }
 
 /// Copies a small file. In `config.json`, the dtype is set to that of the weights, and the settings of quantized weights are
