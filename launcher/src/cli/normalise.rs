@@ -77,6 +77,9 @@ impl Subcommand {
 
     /// What to do about the stray `word`: a subcommand comes first.
     fn help_on(self, word: &str) -> Text {
+        if let Some(next) = file_of_flags(word).filter(|_| self == Self::Train) {
+            return next;
+        }
         let names_one = |name: &str| name.split(' ').next() == Some(word);
         if self != Self::Train || !Self::ALL.iter().any(|(_, name)| names_one(name)) {
             return self.help();
@@ -102,6 +105,30 @@ impl Subcommand {
             ),
         }
     }
+}
+
+/// Flags of one value that lists several things.
+const LISTS: [&str; 8] = [
+    "--data",
+    "--eval-data",
+    "--dataset",
+    "--eval-dataset",
+    "--lora-target-modules",
+    "--modules-to-save",
+    "--train",
+    "--freeze",
+];
+
+/// What to do with a word that is the name of a file of flags.
+fn file_of_flags(word: &str) -> Option<Text> {
+    let endings = [".yaml", ".yml", ".json", ".toml"];
+    let is_file = endings.iter().any(|ending| word.ends_with(ending));
+    is_file.then(|| {
+        text!(
+            "a file of flags: --config {word}",
+            "参数文件：--config {word}"
+        )
+    })
 }
 
 /// A rewritten line: every argument is `--kebab-name=value`.
@@ -165,11 +192,18 @@ pub(super) fn normalise(
             if !strangers.is_empty() {
                 continue;
             }
-            return Err(Failure::usage(
+            let failure = Failure::usage(
                 text!("unexpected argument '{word}'", "多余的参数 '{word}'"),
                 both("only flags follow here", "这里只能有以 -- 开头的参数"),
-            )
-            .next(subcommand.help_on(word)));
+            );
+            let last = line.args.last().and_then(|word| word.split_once('='));
+            return Err(match last.filter(|(flag, _)| LISTS.contains(flag)) {
+                Some((flag, value)) => failure.next(text!(
+                    "several values are separated by commas: {flag} {value},{word}",
+                    "多个值用逗号分隔：{flag} {value},{word}"
+                )),
+                None => failure.next(subcommand.help_on(word)),
+            });
         };
         let (name, inline) = match body.split_once('=') {
             Some((name, value)) => (name, Some(value.to_string())),
@@ -424,6 +458,12 @@ fn subcommand_of<'a>(
         .next(subcommand.help()));
     }
     let nearest = nearest(first, first_words()).unwrap_or("train");
+    let next = file_of_flags(first).unwrap_or_else(|| {
+        text!(
+            "did you mean `launcher {nearest}`?",
+            "您是否想用 `launcher {nearest}`？"
+        )
+    });
     Err(Failure::usage(
         text!("unknown subcommand '{first}'", "未知的子命令 '{first}'"),
         both(
@@ -431,10 +471,7 @@ fn subcommand_of<'a>(
             "第一个词是子命令的名称；没有子命令时程序进行训练",
         ),
     )
-    .next(text!(
-        "did you mean `launcher {nearest}`?",
-        "您是否想用 `launcher {nearest}`？"
-    )))
+    .next(next))
 }
 
 /// Adds a flag. A repeated flag takes its last value; another spelling of it must agree.
@@ -667,6 +704,21 @@ impl Known {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn stray_words_are_files_of_flags_or_further_values() {
+        for (line, next) in [
+            ("lf.yaml", "--config lf.yaml"),
+            ("train lf.yaml", "--config lf.yaml"),
+            ("--data a b", "--data a,b"),
+            ("--lora_target_modules q v", "--lora-target-modules q,v"),
+            ("--zero 3 b", "--help-all"),
+        ] {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            let failure = super::super::parse(&words).expect_err(line);
+            assert!(failure.to_string().contains(next), "{line}: {failure}");
+        }
+    }
 
     #[test]
     fn words_far_from_every_subcommand_get_no_suggestion() {

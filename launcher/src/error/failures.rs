@@ -137,7 +137,7 @@ pub(crate) fn model(doing: impl Into<Text>, error: &ModelError) -> Failure {
         )
         .next(both("train adapters, which leave the weights frozen: --lora-rank 16", "请训练适配器，这样权重保持冻结：--lora-rank 16"))
         .next(both("--quantize-modules names parts with frozen linear layers", "用 --quantize-modules 指定含有冻结线性层的部分")),
-        ModelError::Selection { .. } => selection("--train, --freeze", error),
+        ModelError::Selection { .. } => selection("--train, --freeze or --quantize-modules", error),
         ModelError::NotFinite { .. } => not_finite(
             text!("cannot {doing}: a value is not finite", "无法{doing}：出现非有限值"),
             chain(error),

@@ -242,6 +242,26 @@ fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Fai
             )
             .next(text!("--deepspeed {}", "--deepspeed {}", path.display())));
         }
+        if ["compute_environment", "distributed_type"]
+            .iter()
+            .any(|key| file.get(key).is_some())
+        {
+            return Err(Failure::usage(
+                text!(
+                    "{} is a configuration of accelerate",
+                    "{} 是 accelerate 的配置",
+                    path.display()
+                ),
+                both(
+                    "--config reads a file of flags",
+                    "--config 读取的是参数文件",
+                ),
+            )
+            .next(both(
+                "give what it says as flags: --nproc N (num_processes), --precision bf16 (mixed_precision), --deepspeed FILE or --zero N (deepspeed_config)",
+                "请用参数给出其内容：--nproc N（num_processes）、--precision bf16（mixed_precision）、--deepspeed FILE 或 --zero N（deepspeed_config）",
+            )));
+        }
         let trainer = match given
             .get("defaults")
             .and_then(|word| Trainer::named(&word.value))

@@ -410,6 +410,19 @@ fn a_number_of_samples_of_each_data_set_is_no_number_of_all() {
 }
 
 #[test]
+fn a_file_of_accelerate_is_named_as_one() {
+    let text =
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\n";
+    let (_directory, path) = write_file(text);
+    let failure = load(&[format!("--config={}", path.display())]).expect_err("accelerate");
+    let failure = failure.to_string();
+    assert!(
+        failure.contains("accelerate") && failure.contains("--deepspeed FILE"),
+        "{failure}"
+    );
+}
+
+#[test]
 fn empty_lists_of_a_file_set_nothing() {
     let (args, _) = with_file(
         "tuner_type: lora\nval_dataset: []\ndataset: [d]\nadapters: []\nlora_target_modules: []\n",

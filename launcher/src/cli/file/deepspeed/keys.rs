@@ -150,6 +150,7 @@ pub(super) const SECTIONS: &[Section] = &[
             key("datastates_ckpt", Map, "", Unused(STATES)),
             key("elasticity", Map, "", Off(both("the number of ranks changes only between runs; a checkpoint loads at any number", "rank 数只能在两次运行之间改变；检查点可用任意数量的 rank 加载"))),
             key("sequence_parallel_size", Whole, "1", Only(ONE, NO_PARALLEL, both("remove it", "请删除它"))),
+            key("use_data_before_expert_parallelism", Bool, "false", Only(&["false"], NO_PARALLEL, both("remove it", "请删除它"))),
             key("pipeline", Map, "", Off(both("--mp-size M divides the layers among M ranks", "--mp-size M 把各层分给 M 个 rank"))),
             key("expert_parallel", Map, "", Off(NO_PARALLEL)),
             key("autotuning", Map, "", Off(both("`launcher plan` and --find-batch choose sizes before the run", "`launcher plan` 和 --find-batch 在运行之前选择大小"))),
