@@ -423,6 +423,28 @@ fn a_file_of_accelerate_is_named_as_one() {
 }
 
 #[test]
+fn every_refusal_of_a_file_names_a_next_step() {
+    let refused = |path: &Path| {
+        let failure = load(&[format!("--config={}", path.display())]).expect_err("refused");
+        assert!(failure.to_string().contains("\n  next "), "{failure}");
+        failure.to_string()
+    };
+    for key in [
+        "val_size: 0.1",
+        "muon: true",
+        "optim: muon",
+        "max_steps: {a: 1}",
+    ] {
+        let (_directory, path) = write_file(&format!("stage: sft\n{key}\n"));
+        let failure = refused(&path);
+        assert!(failure.contains("the key in line 2"), "{failure}");
+    }
+    let (directory, path) = write_file("deepspeed: none.json\n");
+    refused(&path);
+    refused(directory.path());
+}
+
+#[test]
 fn empty_lists_of_a_file_set_nothing() {
     let (args, _) = with_file(
         "tuner_type: lora\nval_dataset: []\ndataset: [d]\nadapters: []\nlora_target_modules: []\n",

@@ -49,6 +49,15 @@ const SLURM: &str = "SLURM_JOB_ID=70001 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_STE
                      SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_JOB_NODELIST=gpu[07-08]";
 
 #[test]
+fn a_number_of_no_use_is_unset_or_replaced() {
+    for line in ["NPROC_PER_NODE=abc", "LOCAL_RANK=-1"] {
+        let failure = read(line).expect_err(line).to_string();
+        let name = line.split('=').next().expect("a name");
+        assert!(failure.contains(&format!("unset {name}")), "{failure}");
+    }
+}
+
+#[test]
 fn every_source_names_the_same_rank() {
     for (line, source) in [
         (TORCHRUN, Source::Torch),

@@ -218,6 +218,12 @@ fn precision_follows_the_switches_of_the_file() {
 }
 
 #[test]
+fn numbers_in_quotes_lose_them() {
+    let refused = refused("{\"zero_optimization\": {\"stage\": \"3\"}}", "");
+    assert!(refused.contains("write 3 without quotes"), "{refused}");
+}
+
+#[test]
 fn tiers_are_those_that_deepspeed_reads_at_the_stage() {
     let of = |stage: u8, inside: &str| {
         let text = format!(
