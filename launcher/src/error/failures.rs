@@ -11,6 +11,7 @@ use engine::checkpoint::CheckpointError;
 use engine::comm::CommError;
 use engine::spill::SpillError;
 use kernels::{DType, KernelError, Tag};
+use models::adapter::AdapterError;
 use models::{ModelError, WeightError};
 use std::error::Error;
 use std::path::Path;
@@ -97,6 +98,24 @@ pub(crate) fn spill(doing: impl Into<Text>, error: &SpillError) -> Failure {
             "请为 --offload nvme:DIR 使用本地磁盘上的可写目录",
         )),
     }
+}
+
+/// Failure of a directory of adapters that cannot be read: `otherwise` says what to do, unless they are of a kind that only
+/// peft has.
+pub(crate) fn adapter(title: Text, error: &AdapterError, otherwise: Both) -> Failure {
+    let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
+    if !matches!(error, AdapterError::Unsupported { .. }) {
+        return failure.next(otherwise);
+    }
+    failure
+        .next(both(
+            "merge it into its base with peft (merge_and_unload, save_pretrained), and give that directory to --model",
+            "用 peft 把它合并到基础模型中（merge_and_unload、save_pretrained），再把该目录交给 --model",
+        ))
+        .next(both(
+            "or train plain LoRA adapters instead: --use-lora without --adapter",
+            "或改为训练普通的 LoRA 适配器：--use-lora，不用 --adapter",
+        ))
 }
 
 /// Failure of a list of parts that matches nothing.

@@ -1,10 +1,10 @@
 //! Saved adapters that a run or an answer starts from, checked against the model.
 
-use crate::error::{ErrorCode, Failure, chain};
-use crate::lang::{Both, Text, both, text};
+use crate::error::{ErrorCode, Failure, failures};
+use crate::lang::{Text, both, text};
 use engine::ParamSpec;
 use models::WeightSource;
-use models::adapter::{Adapter, AdapterError};
+use models::adapter::Adapter;
 use models::params::{ADAPTER_PREFIX, is_added};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,7 +15,7 @@ const LISTED: usize = 3;
 /// Opens the adapters and trained tensors in `dir` and checks that they belong to the weights `base`.
 pub(crate) fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, Failure> {
     let adapter = Adapter::open(dir).map_err(|error| {
-        unreadable(
+        failures::adapter(
             text!("cannot use the adapter {}", "无法使用适配器 {}", dir.display()),
             &error,
             both("give --adapter a checkpoint-N directory with adapter_model.safetensors or trained.safetensors", "请把含有 adapter_model.safetensors 或 trained.safetensors 的 checkpoint-N 目录交给 --adapter"),
@@ -35,24 +35,6 @@ pub(crate) fn open_adapter(dir: &Path, base: &WeightSource) -> Result<Adapter, F
         true => Ok(adapter),
         false => Err(stranger(&adapter, &strangers)),
     }
-}
-
-/// Failure of a directory of adapters that cannot be read: `otherwise` says what to do, unless they are of a kind that only
-/// peft has.
-pub(crate) fn unreadable(title: Text, error: &AdapterError, otherwise: Both) -> Failure {
-    let failure = Failure::new(ErrorCode::ModelFiles, title, chain(error));
-    if !matches!(error, AdapterError::Unsupported { .. }) {
-        return failure.next(otherwise);
-    }
-    failure
-        .next(both(
-            "merge it into its base with peft (merge_and_unload, save_pretrained), and give that directory to --model",
-            "用 peft 把它合并到基础模型中（merge_and_unload、save_pretrained），再把该目录交给 --model",
-        ))
-        .next(both(
-            "or train plain LoRA adapters instead: --use-lora without --adapter",
-            "或改为训练普通的 LoRA 适配器：--use-lora，不用 --adapter",
-        ))
 }
 
 fn no_place(name: &str) -> Text {
@@ -168,7 +150,7 @@ mod tests {
             let file = directory.path().join("adapter_config.json");
             std::fs::write(file, config).expect("written");
             let error = models::adapter::AdapterConfig::open(directory.path()).expect_err(config);
-            unreadable("title".into(), &error, both("elsewhere", "别处")).to_string()
+            failures::adapter("title".into(), &error, both("elsewhere", "别处")).to_string()
         };
         for other in [
             "\"use_dora\": true",

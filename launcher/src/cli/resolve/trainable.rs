@@ -8,8 +8,7 @@ use super::{note, out_of_range, positive, within};
 use crate::cli::{Args, Note};
 use crate::config::words::words;
 use crate::config::{Lora, Trainable, defaults};
-use crate::error::Failure;
-use crate::model::adapter::unreadable;
+use crate::error::{Failure, failures};
 use models::adapter::{ADAPTER_CONFIG, AdapterConfig};
 use models::selection::VISION;
 
@@ -92,7 +91,7 @@ fn started(
         false => latest().unwrap_or_else(|| named.clone()),
     };
     let settings = AdapterConfig::open(&dir).map_err(|error| {
-        unreadable(
+        failures::adapter(
             text!(
                 "cannot start from the adapters in {}",
                 "无法从 {} 中的适配器开始",

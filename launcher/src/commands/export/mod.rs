@@ -12,7 +12,6 @@ use crate::config::{MergeBase, Quantize, QuantizeFormat};
 use crate::error::output::say;
 use crate::error::{ErrorCode, Failure, failures};
 use crate::lang::{Both, Text, both, text};
-use crate::model::adapter::unreadable;
 use crate::model::files::{self, SmallFile};
 use crate::model::quantize;
 use crate::model::stored::MAX_SHARD_BYTES;
@@ -429,7 +428,7 @@ fn misfit(base: &Path, misfits: Vec<String>) -> Failure {
 }
 
 fn adapter_failure(directory: &Path, error: &AdapterError) -> Failure {
-    unreadable(
+    failures::adapter(
         text!("cannot export {}", "无法导出 {}", directory.display()),
         error,
         both(
