@@ -70,7 +70,7 @@ pub struct DataCheckArgs {
     /// Seed of the data order, for the balance
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Check only the first N samples
+    /// Check only the first N samples of each file
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
     /// Directory for data_problems.jsonl, one row per unusable sample

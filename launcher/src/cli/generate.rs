@@ -148,7 +148,7 @@ pub struct EvalArgs {
     /// Samples that each rank answers together; 8 by default
     #[arg(long, value_name = "N")]
     pub per_device_eval_batch_size: Option<usize>,
-    /// Evaluate only the first N samples
+    /// Evaluate only the first N samples of each file
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
     /// Skip samples that cannot be used, instead of refusing the data

@@ -188,7 +188,7 @@ pub struct Args {
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Model and data")]
     pub skip_bad_samples: Option<bool>,
 
-    /// Use only the first N training samples
+    /// Use only the first N training samples of each file
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     pub limit: Option<usize>,
     /// Loader threads per rank: auto, or a number; 0 loads on the training thread

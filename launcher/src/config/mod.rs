@@ -284,7 +284,7 @@ pub struct BatchConfig {
     pub image_min_pixels: Option<usize>,
     /// Whether unusable samples are skipped instead of failing the run.
     pub skip_bad_samples: bool,
-    /// Maximum number of training samples; the first ones of the file are used. `None` means all.
+    /// Maximum number of training samples of each file; its first ones are used. `None` means all.
     pub limit: Option<usize>,
     /// Number of threads per rank that encode samples ahead of the training loop.
     pub data_workers: Workers,

@@ -93,7 +93,7 @@ pub(crate) struct Reading<'a> {
     pub(crate) images: Option<&'a Path>,
     /// What becomes of the orientation of images.
     pub(crate) exif: ExifRotation,
-    /// Maximum number of samples to read, from the start.
+    /// Maximum number of samples to take of each file, from its start; at least 1.
     pub(crate) limit: Option<usize>,
     /// Whether they are held-out samples: of a file with a number of samples only these are read, from its start.
     pub(crate) held_out: bool,
@@ -102,7 +102,7 @@ pub(crate) struct Reading<'a> {
 /// Samples that a run reads of its data.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Taken {
-    /// This number of training samples; all of them if `None`.
+    /// This number of training samples of each file; all of them if `None`.
     Training(Option<usize>),
     /// The held-out samples.
     HeldOut,
@@ -142,20 +142,27 @@ pub(crate) fn read(
     let format = reading.format.format();
     let sets = read_datasets(reading.path, format, reading.images);
     let mut sets = sets.map_err(|error| refusal(reading.path, format, &error))?;
-    for set in sets.iter_mut().filter(|_| reading.held_out) {
-        let taken = (set.samples.len() as f64 * set.weight).round() as usize;
-        set.samples.truncate(taken.max(1));
-        set.weight = 1.0;
+    for set in &mut sets {
+        // Samples that an epoch takes of the file.
+        let mut taken = set.samples.len() as f64 * set.weight;
+        if reading.held_out {
+            set.samples.truncate((taken.round() as usize).max(1));
+            set.weight = 1.0;
+            taken = set.samples.len() as f64;
+        }
+        if let Some(limit) = reading.limit.filter(|limit| *limit < set.samples.len()) {
+            set.samples.truncate(limit);
+            set.weight = taken.min(limit as f64) / limit as f64;
+        }
     }
     let files = sets.iter();
     let files = files
         .map(|set| DataFile::of(set, format, processor))
         .collect();
-    let (mut samples, root) = match <[_; 1]>::try_from(sets) {
+    let (samples, root) = match <[_; 1]>::try_from(sets) {
         Ok([only]) => (only.samples, only.root),
         Err(sets) => (sets.into_iter().flat_map(relocated).collect(), ".".into()),
     };
-    samples.truncate(reading.limit.unwrap_or(usize::MAX));
     Ok(ReadSamples {
         samples,
         images: ImageFolder::new(root).upright(reading.exif == ExifRotation::Apply),

@@ -157,6 +157,14 @@ fn loader_options_cores_and_limits_do_not_change_results() {
     assert!(screen.contains("the ranks keep to "), "{screen}");
     let (_, screen) = train("limited", "--limit 2");
     assert!(screen.contains(" 2 samples"), "{screen}");
+    // It is a number of each file, as `max_samples` of LLaMA-Factory.
+    skewed(&site);
+    for (all, number, mix) in [("both", "", None), ("one", "#1", Some("2 + 1 = 3 samples"))] {
+        let files = format!("--data data/samples.json,data/skewed.json{number} --limit 2");
+        let (_, screen) = train(all, &files);
+        assert!(screen.contains(" 4 samples"), "{screen}");
+        assert!(mix.is_none_or(|mix| screen.contains(mix)), "{screen}");
+    }
 }
 
 /// Samples of many lengths: texts of one to nine sentences, and the images of the site.

@@ -168,12 +168,6 @@ fn fill(parts: &[Part], given: &mut Given) -> Result<Option<(Trainer, Vec<Absent
     let rows = {
         let value = |flag: &str| given.get(flag).map(|word| word.value.clone());
         trainers::refuse_adapted_tower(trainer, &value)?;
-        let limit = given.get("limit");
-        let by_file = limit.is_some_and(|word| !word.place.is_empty());
-        // Beside a recipe's file the flag is this program's own.
-        if by_file || of_file.is_none() {
-            trainers::refuse_limit_of_several(trainer, &value, by_file)?;
-        }
         trainers::absent(trainer, &value)
     };
     let replaced: &[&str] = match given.get("train").is_some() {

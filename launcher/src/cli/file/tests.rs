@@ -376,37 +376,13 @@ fn a_key_of_swiss_army_transformer_acts_on_any_model() {
 }
 
 #[test]
-fn a_number_of_samples_of_each_data_set_is_no_number_of_all() {
-    let line = "--stage sft --model_name_or_path m --output_dir o --max_samples 4";
-    let refused = |line: &str| {
-        let argv: Vec<String> = line.split(' ').map(str::to_owned).collect();
-        let Command::Train { typed, .. } = parse(&argv).expect(line) else {
-            panic!("{line}");
-        };
-        load(&typed).expect_err(line)
-    };
-    for sets in ["--dataset a,b", "--data a.json,b.json"] {
-        let failure = refused(&format!("{line} {sets}"));
-        assert!(
-            failure.title.contains("max_samples 4 with 2 data sets"),
-            "{failure}"
-        );
-        assert!(failure.to_string().contains("num_samples"), "{failure}");
-    }
-    let (args, loaded) = read(&format!("{line} --dataset a --eval_dataset b"));
-    assert_eq!(args.limit, Some(4));
+fn a_number_of_samples_cuts_training_data_only() {
+    let line = "--stage sft --model_name_or_path m --output_dir o --max_samples 4 --dataset a";
     let named = |note: &Note| note.flag == "max_samples";
+    let (args, loaded) = read(&format!("{line} --eval_dataset b"));
+    assert_eq!(args.limit, Some(4));
     assert!(loaded.notes.iter().any(named), "{loaded:?}");
-    let text = "stage: sft\nmodel_name_or_path: m\ndataset: a,b\nmax_samples: 4\n";
-    let (_directory, path) = write_file(text);
-    let line = format!("--config {}", path.display());
-    assert!(
-        refused(&line)
-            .to_string()
-            .contains("--limit 4 on the command line")
-    );
-    // The flag is this program's own: the first samples of all data.
-    assert_eq!(read(&format!("{line} --limit 4")).0.limit, Some(4));
+    assert!(!read(line).1.notes.iter().any(named));
 }
 
 #[test]

@@ -373,42 +373,6 @@ pub(in crate::cli) fn refuse_adapted_tower(
     .next(both("--defaults ours, with --tune-vision true or --modules-to-save NAMES, trains a part in full", "使用 --defaults ours，并用 --tune-vision true 或 --modules-to-save NAMES 全量训练某个部分")))
 }
 
-/// Refuses `max_samples` of LLaMA-Factory beside several data sets: there it is a number of each, here one of all. `by_file`
-/// says whether a recipe's file gives it.
-pub(in crate::cli) fn refuse_limit_of_several(
-    trainer: Trainer,
-    given: &dyn Fn(&str) -> Option<String>,
-    by_file: bool,
-) -> Result<(), Failure> {
-    let sets = given("data").or_else(|| given("dataset"));
-    let sets = sets.map_or(1, |names| names.split(',').count());
-    let Some(limit) = given("limit").filter(|_| trainer == Trainer::LlamaFactory && sets > 1)
-    else {
-        return Ok(());
-    };
-    let failure = Failure::usage(
-        text!(
-            "max_samples {limit} with {sets} data sets is not available",
-            "max_samples {limit} 与 {sets} 个数据集同用不可用"
-        ),
-        text!(
-            "LLaMA-Factory takes the first {limit} samples of each; here --limit {limit} takes the first {limit} of all together",
-            "LLaMA-Factory 取每个数据集的前 {limit} 个样本；这里 --limit {limit} 取全部数据合在一起的前 {limit} 个"
-        ),
-    )
-    .next(text!(
-        "remove max_samples, and shorten the files, or write \"num_samples\": {limit} into each entry of dataset_info.json: an epoch then takes {limit} of each",
-        "请去掉 max_samples，并缩短这些文件，或在 dataset_info.json 的每个条目中写 \"num_samples\": {limit}：每个 epoch 从每个数据集取 {limit} 个"
-    ));
-    Err(match by_file {
-        true => failure.next(text!(
-            "--limit {limit} on the command line takes the first {limit} of all together",
-            "命令行上的 --limit {limit} 取全部数据合在一起的前 {limit} 个"
-        )),
-        false => failure,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,7 +8,7 @@ mod published;
 
 use clap::ValueEnum;
 
-pub(super) use defaults::{Absent, absent, refuse_adapted_tower, refuse_limit_of_several};
+pub(super) use defaults::{Absent, absent, refuse_adapted_tower};
 pub(super) use keys::{
     CUT, Effect, GLM_DATA, GLM_TOP, Meaning, PEFT, TABLES, boolean, find, is_word, meaning,
     own_meaning,
