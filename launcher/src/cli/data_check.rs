@@ -55,6 +55,12 @@ pub struct DataCheckArgs {
     /// Most slices an image is cut into, as for training
     #[arg(long, value_name = "N")]
     pub max_slice_nums: Option<usize>,
+    /// Largest area of an image in pixels, as for training (GLM-4.1V)
+    #[arg(long, value_name = "PIXELS")]
+    pub image_max_pixels: Option<usize>,
+    /// Smallest area of an image in pixels, as for training (GLM-4.1V)
+    #[arg(long, value_name = "PIXELS")]
+    pub image_min_pixels: Option<usize>,
     /// Number of ranks, for the balance between them
     #[arg(long, value_name = "N")]
     pub nproc: Option<usize>,

@@ -54,7 +54,7 @@ fn data_check_describes_a_good_file() {
 }
 
 #[test]
-fn data_check_reads_the_variables_that_bound_images() {
+fn data_check_reads_the_flags_and_variables_that_bound_images() {
     let site = Site::with_family("glm-4.1v-9b-thinking");
     let most = |pixels: &str| {
         let output = Command::new(env!("CARGO_BIN_EXE_tessera_test_launcher"))
@@ -77,6 +77,9 @@ fn data_check_reads_the_variables_that_bound_images() {
         bounded < free && bounded.is_some(),
         "{bounded:?} {free:?} {text}"
     );
+    let line = "data/samples.json --model model --json --image-max-pixels 3136";
+    let report: Value = serde_json::from_str(&check(&site, line).1).unwrap();
+    assert_eq!(report["tokens"]["max"].as_u64(), bounded);
     let (none, text) = most("100*1000");
     assert_eq!(none, None);
     assert_says(&text, &["MAX_PIXELS=100*1000", "unset MAX_PIXELS"]);

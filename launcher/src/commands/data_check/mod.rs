@@ -131,6 +131,8 @@ fn configuration(args: &DataCheckArgs, variables: &Variables) -> Result<RunConfi
         exif_rotation: args.exif_rotation,
         model_max_length: args.model_max_length,
         max_slice_nums: args.max_slice_nums,
+        image_max_pixels: args.image_max_pixels,
+        image_min_pixels: args.image_min_pixels,
         nproc: args.nproc,
         per_device_train_batch_size: args.per_device_train_batch_size,
         tokens_per_batch: args.tokens_per_batch,
