@@ -128,11 +128,12 @@ pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
     }
 }
 
-/// The path of a text that may be a URI, or a file in base64. One with `data:` stays as it is; the image source decodes it.
+/// The path of a text that may be a URI, or a file in base64, also in lines. One with `data:` stays as it is; the image
+/// source decodes it.
 fn file(text: &str) -> Result<PathBuf, String> {
-    let is_base64 = |byte: u8| byte.is_ascii_alphanumeric() || b"+/=".contains(&byte);
+    let is_base64 = |byte: u8| byte.is_ascii_alphanumeric() || b"+/=\r\n".contains(&byte);
     if text.len() > LONGEST_NAME_BYTES && text.bytes().all(is_base64) {
-        return Ok(format!("data:;base64,{text}").into());
+        return Ok(format!("data:;base64,{}", text.replace(['\r', '\n'], "")).into());
     }
     let Some((scheme, rest)) = text.split_once("://") else {
         return Ok(text.into());

@@ -272,6 +272,14 @@ fn every_spelling_of_an_image_is_read() {
         assert_eq!(images(&sample), [(SINGLE_IMAGE, path)], "{given}");
         assert!(ignored.is_empty(), "{ignored:?}");
     }
+    // A file in base64, in one line or in several as Python's encodebytes writes it.
+    let lines = "QUJD".repeat(19);
+    for between in ["", "\\n"] {
+        let given = format!("\"image\": \"{}\"", [&*lines; 4].join(between));
+        let (sample, _) = only(&format!("{{{turns}, {given}}}")).unwrap();
+        let path = format!("data:;base64,{}", lines.repeat(4));
+        assert_eq!(images(&sample), [(SINGLE_IMAGE, &*path)], "{given}");
+    }
     let text = turns.replace("<image>", "");
     for given in [
         r#""image": """#,
@@ -573,6 +581,9 @@ fn keys_without_effect_are_counted_and_dangerous_ones_refused() {
     ] {
         let error = only(&format!("{{{turns}, {given}}}")).unwrap_err();
         assert!(error.contains(part), "{error}");
+    }
+    for tools in ["[]", "null", "\"[]\"", "\" null\""] {
+        only(&format!("{{{turns}, \"tools\": {tools}}}")).expect(tools);
     }
     for label in ["1", "true", "\"cat\"", "\"true\""] {
         let (_, ignored) = only(&format!("{{{turns}, \"label\": {label}}}")).unwrap();

@@ -373,8 +373,10 @@ pub(super) fn refuse_media(keys: &mut Keys) -> Result<(), String> {
 
 /// Fails if an object declares or calls tools in a way that no family's template writes.
 pub(super) fn refuse_tools(keys: &mut Keys) -> Result<(), String> {
+    // Tables hold a list as its JSON text.
+    let is_some = |value: &Value| !matches!(value.as_str().map(str::trim), Some("[]" | "null"));
     for key in ["tools", "tool_calls"] {
-        if keys.take(key).is_some() {
+        if keys.take(key).is_some_and(|value| is_some(&value)) {
             let reason = format!("{key:?} is not supported; write them into the text of the turns");
             return Err(keys.refusal(&reason));
         }
