@@ -67,7 +67,7 @@ pub struct ExportArgs {
 #[command(
     name = "launcher import",
     version,
-    about = "Writes a SAT checkpoint, or a model in torch files, as a Hugging Face directory",
+    about = "Writes a Hugging Face directory from a SAT checkpoint or torch files",
     max_term_width = 100
 )]
 pub struct ImportArgs {

@@ -1,4 +1,4 @@
-//! Loom models of the engine's state machines, run in every order of their threads.
+//! Loom models of the engine's state machines, run in every order of their threads with few preemptions.
 //!
 //! The state machines are the engine's own files, compiled with loom's primitives instead of the standard library's
 //! (`engine/src/sync.rs`). If a model has too many orders, it limits how often a thread is interrupted. Each model

@@ -363,6 +363,8 @@ fn learned_prefixes_train_and_generate() {
         .start_plain("export out/checkpoint-2 --merge --output merged")
         .finish();
     assert_ne!(refused.code, Some(0), "{}", refused.screen);
+    let next = "next      published models have no place for prefixes";
+    assert!(refused.screen.contains(next), "{}", refused.screen);
     assert!(!site.path("merged").exists());
 }
 

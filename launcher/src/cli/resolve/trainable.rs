@@ -28,24 +28,29 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
             ),
         ));
     }
-    if train.is_some() {
-        let switches = [
-            ("--tune-vision", args.tune_vision),
-            ("--tune-llm", args.tune_llm),
-        ];
-        let given = switches.iter().filter(|(_, given)| given.is_some());
-        notes.extend(given.map(|(flag, _)| {
-            note(
-                flag,
-                both("--train selects the parts", "训练的部分由 --train 选择"),
-            )
-        }));
+    let switches = [
+        ("--tune-vision", args.tune_vision),
+        ("--tune-llm", args.tune_llm),
+    ];
+    let freeze = args.freeze.clone().filter(|parts| parts != "none");
+    for (flag, given) in switches {
+        let reason = match given {
+            Some(_) if train.is_some() => {
+                both("--train selects the parts", "训练的部分由 --train 选择")
+            }
+            Some(true) if freeze.is_some() => both(
+                "the parts that --freeze names stay frozen; --freeze none trains them",
+                "--freeze 指定的部分保持冻结；--freeze none 会训练它们",
+            ),
+            _ => continue,
+        };
+        notes.push(note(flag, reason));
     }
     Ok(Trainable {
         tune_vision: args.tune_vision.unwrap_or(whole),
         tune_llm: args.tune_llm.unwrap_or(whole),
         train,
-        freeze: args.freeze.clone().filter(|parts| parts != "none"),
+        freeze,
         learning_rates: learning_rates(args.lr.as_deref().unwrap_or_default())?,
         lora,
         ptuning_tokens: prefixes,
@@ -356,6 +361,19 @@ mod tests {
             Some("lm_head")
         );
         assert_eq!(notes[0].flag, "--tune-vision");
+    }
+
+    #[test]
+    fn a_part_that_is_switched_on_and_frozen_is_named() {
+        let notes = |freeze: &str| {
+            let change = |args: &mut Args| {
+                args.tune_vision = Some(true);
+                args.freeze = Some(freeze.into());
+            };
+            resolved(change).1
+        };
+        assert_eq!(notes("none"), []);
+        assert_eq!(notes("vision")[0].flag, "--tune-vision");
     }
 
     #[test]

@@ -281,10 +281,16 @@ impl Sources {
             both("the output cannot contain them", "输出中无法包含它们"),
         )
         .evidence(text!("first: {first}", "第一个：{first}"))
-        .next(both(
-            "give --model the model that the run started from",
-            "请把运行开始时所用的模型交给 --model",
-        )))
+        .next(match lost.iter().all(|name| name.ends_with(".self_attn.prefix")) {
+            true => both(
+                "published models have no place for prefixes (--ptuning-tokens): `launcher generate --model RUN` reads them",
+                "官方模型没有存放前缀（--ptuning-tokens）的位置：`launcher generate --model RUN` 可以读取它们",
+            ),
+            false => both(
+                "give --model the model that the run started from",
+                "请把运行开始时所用的模型交给 --model",
+            ),
+        }))
     }
 
     fn write(&self, args: &ExportArgs, directory: &Path) -> Result<Summary, Failure> {
