@@ -107,7 +107,7 @@ impl Subcommand {
     }
 }
 
-/// Flags of one value that lists several things.
+/// Flags whose one value is a list separated by commas.
 const LISTS: [&str; 8] = [
     "--data",
     "--eval-data",
@@ -119,7 +119,7 @@ const LISTS: [&str; 8] = [
     "--freeze",
 ];
 
-/// What to do with a word that is the name of a file of flags.
+/// Next step for a stray word that names a config file.
 fn file_of_flags(word: &str) -> Option<Text> {
     let endings = [".yaml", ".yml", ".json", ".toml"];
     let is_file = endings.iter().any(|ending| word.ends_with(ending));

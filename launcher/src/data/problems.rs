@@ -191,7 +191,7 @@ pub(crate) fn classify(error: &SampleError) -> (ErrorCode, Kind) {
         | SampleError::UnknownPlaceholder { .. }
         | SampleError::UnusedImage { .. }
         | SampleError::LaterImage { .. }
-        | SampleError::SpokenImage { .. }
+        | SampleError::MisplacedImage { .. }
         | SampleError::TooManyImages { .. } => (ErrorCode::Placeholders, Kind::Placeholders),
         SampleError::Image { .. } | SampleError::AspectRatio { .. } => {
             (ErrorCode::DataFile, Kind::Image)

@@ -164,6 +164,9 @@ fn is_of_the_form(reason: &str) -> bool {
 fn of_another_kind(path: &Path) -> Option<Text> {
     let bytes = std::fs::read(path).ok()?;
     let begins = |marks: &[&[u8]]| marks.iter().any(|mark| bytes.starts_with(mark));
+    if begins(&[b"PAR1"]) {
+        return None;
+    }
     let file = quoted(&path.display().to_string());
     let ending = path.extension().unwrap_or_default().to_ascii_lowercase();
     if let Some((_, tool)) = packing(&bytes) {
@@ -300,6 +303,14 @@ mod tests {
             assert!(failure.contains(part), "{name}: {failure}");
             assert!(!failure.contains("captcha"), "{name}: {failure}");
         }
+    }
+
+    #[test]
+    fn a_refused_row_of_parquet_is_not_a_matter_of_encoding() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("a.parquet");
+        std::fs::write(&path, b"PAR1\xff\xfe").expect("written");
+        assert_eq!(of_another_kind(&path), None);
     }
 
     #[test]

@@ -401,7 +401,7 @@ fn sample(error: &SampleError) -> Option<String> {
         SampleError::LaterImage { turn } => {
             format!("图片位于第 {turn} 轮，而模型只接受位于用户第一轮的图片")
         }
-        SampleError::SpokenImage { turn, role } => format!(
+        SampleError::MisplacedImage { turn, role } => format!(
             "图片或视频位于第 {turn} 轮（{role}），而只有用户和工具的轮次可以带图片或视频；要把标记当作普通文本，请在 JSON 中写 \\\\<image>"
         ),
         SampleError::UnknownPlaceholder { name, known } => {

@@ -339,7 +339,7 @@ fn image_tokens_follow_the_begin_token_wherever_the_marker_is() {
         let error = encode(VLM, &sample(json!("a"), &turns)).unwrap_err();
         let expected = match later {
             true => matches!(error, SampleError::LaterImage { turn: 2 }),
-            false => matches!(error, SampleError::SpokenImage { .. }),
+            false => matches!(error, SampleError::MisplacedImage { .. }),
         };
         assert!(expected, "{error}");
     }

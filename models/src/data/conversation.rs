@@ -112,7 +112,7 @@ static IMAGE_MARK: LazyLock<Regex> =
 /// Fails if a sample asks for something that the family cannot do.
 ///
 /// # Errors
-/// [`SampleError::Video`], [`SampleError::Thinking`], [`SampleError::SpokenImage`] or [`SampleError::LaterImage`].
+/// [`SampleError::Video`], [`SampleError::Thinking`], [`SampleError::MisplacedImage`] or [`SampleError::LaterImage`].
 pub(crate) fn check_abilities(sample: &RawSample, can: Abilities) -> Result<(), SampleError> {
     match (&sample.videos[..], sample.enable_thinking) {
         ([_, ..], _) if !can.videos => Err(SampleError::Video),
@@ -132,7 +132,7 @@ fn check_image_turns(sample: &RawSample, first_turn_only: bool) -> Result<(), Sa
         }
         if matches!(message.role.as_str(), "assistant" | "system") {
             let role = message.role.clone();
-            return Err(SampleError::SpokenImage { turn, role });
+            return Err(SampleError::MisplacedImage { turn, role });
         }
         if first_turn_only && turn != first {
             return Err(SampleError::LaterImage { turn });
@@ -351,7 +351,7 @@ mod tests {
         for mark in ["<image>", "<image_00>"] {
             for at in [0, 2] {
                 let error = check_abilities(&marked(at, mark), anywhere).unwrap_err();
-                let found = matches!(error, SampleError::SpokenImage { turn, .. } if turn == at);
+                let found = matches!(error, SampleError::MisplacedImage { turn, .. } if turn == at);
                 assert!(found, "{at}: {error}");
                 let mut without = marked(at, mark);
                 without.images.clear();

@@ -77,7 +77,7 @@ pub enum SampleError {
     #[error(
         "an image or video stands in turn {turn} of the {role}; only turns of the user and of tools show one. As plain text its mark is \\\\<image> in JSON"
     )]
-    SpokenImage {
+    MisplacedImage {
         /// Index of the turn, from 0.
         turn: usize,
         /// Role of the turn.

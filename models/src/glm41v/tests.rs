@@ -268,7 +268,10 @@ fn texts_and_images_that_disagree_are_errors() {
     let turns = [("user", "describe"), ("assistant", "Here <image_00> it is")];
     let spoken = sample(&[("<image_00>", "84x84")], &turns);
     let spoken = encode(&spoken).unwrap_err();
-    assert!(matches!(spoken, SampleError::SpokenImage { turn: 1, .. }));
+    assert!(matches!(
+        spoken,
+        SampleError::MisplacedImage { turn: 1, .. }
+    ));
     let long = encode(&ask(&[(ONE, "8400x28")], "<image>")).unwrap_err();
     assert!(matches!(long, SampleError::AspectRatio { width: 8400, .. }));
 }

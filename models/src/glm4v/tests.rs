@@ -231,7 +231,7 @@ fn a_sample_has_one_image_at_most() {
         let error = encode(&sample(&[IMAGE], turns)).unwrap_err();
         let expected = match turn {
             2 => matches!(error, SampleError::LaterImage { turn: 2 }),
-            1 => matches!(error, SampleError::SpokenImage { turn: 1, .. }),
+            1 => matches!(error, SampleError::MisplacedImage { turn: 1, .. }),
             _ => matches!(
                 error,
                 SampleError::MorePlaceholdersThanImages {

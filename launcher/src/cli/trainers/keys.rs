@@ -89,7 +89,7 @@ pub(in crate::cli) enum Meaning {
     Unused(Both),
     /// No effect for these values; others are refused, for this reason.
     Only(&'static [&'static str], Both),
-    /// No effect for these values, for this reason, which the run names; others as the other meaning says.
+    /// These values have no effect, and the run says why; other values mean what the last field says.
     Named(&'static [&'static str], Both, &'static Self),
 }
 

@@ -469,7 +469,7 @@ impl Keys {
     }
 }
 
-/// The text of a number that a speaker says.
+/// The text of a number that is given as a question or an answer.
 ///
 /// # Errors
 /// It is so small or large, or is `-0`, that the file may write it otherwise: `1e-05`, or 20 digits.

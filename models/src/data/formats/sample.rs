@@ -88,7 +88,10 @@ impl<'a> Reader<'a> {
             self.ignored.count(format!("{VIDEO} in a text"));
         }
         let videos = with_frames(videos, &mut images);
-        if images.is_empty() && self.format.asks_by_key() && conversations.iter().any(is_silent) {
+        if images.is_empty()
+            && self.format.asks_by_key()
+            && conversations.iter().any(has_no_question)
+        {
             return Err("the sample has no question and no image".to_owned());
         }
         // An address or another name of an image that the sample gives adds none.
@@ -252,8 +255,8 @@ fn refuse_foreign_marks(turns: &[Message]) -> Result<(), String> {
     }
 }
 
-/// Whether a turn is a question without words.
-fn is_silent(turn: &Message) -> bool {
+/// Whether a turn is the user's and has no text.
+fn has_no_question(turn: &Message) -> bool {
     turn.role == "user" && turn.content.is_empty()
 }
 
