@@ -289,7 +289,7 @@ pub struct Env {
     pub mp_size: Option<usize>,
     /// Number of ranks on each machine, from SAT's variable `NUM_GPUS_PER_WORKER`.
     pub gpus_per_worker: Option<usize>,
-    /// Variables of [`Env::STAND_INS`] that are set, but not to a whole number above 0, with their values.
+    /// Those of these variables of other trainers that are set, but not to a whole number above 0, with their values.
     pub unusable: Vec<(&'static str, String)>,
     /// Time when the variables were read, for names of run directories.
     pub now: SystemTime,
