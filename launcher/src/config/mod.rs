@@ -82,6 +82,19 @@ pub enum Source {
     },
 }
 
+impl Source {
+    /// Name of the model's directory, or `demo`.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Demo { .. } => "demo".to_owned(),
+            Self::Files { model, .. } => models::places::main(model).file_name().map_or_else(
+                || "model".to_owned(),
+                |name| name.to_string_lossy().into_owned(),
+            ),
+        }
+    }
+}
+
 /// What the ranks of a run do: train, evaluate once, or answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -554,13 +567,7 @@ impl RunConfig {
 
     /// Name of the model for messages: that of its directory, or "demo".
     pub fn name(&self) -> String {
-        match &self.source {
-            Source::Demo { .. } => "demo".to_string(),
-            Source::Files { model, .. } => models::places::main(model).file_name().map_or_else(
-                || "model".to_string(),
-                |name| name.to_string_lossy().into_owned(),
-            ),
-        }
+        self.source.name()
     }
 
     /// A draft of this run, without results of planning.

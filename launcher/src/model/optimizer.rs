@@ -5,7 +5,7 @@ use crate::config::RunConfig;
 use crate::error::parts::{base_name, part};
 use crate::error::{Failure, chain, failures};
 use crate::lang::both;
-use crate::ui::TrainRow;
+use crate::ui::{Event, TrainRow};
 use engine::{OptimizerConfig, ParamSpec};
 use models::VisionLanguageModel;
 use models::selection::Selection;
@@ -46,6 +46,27 @@ pub(crate) fn trained_parts(
         }
     }
     Ok(rows)
+}
+
+/// Notes about learning rates of parts of which nothing trains.
+pub(crate) fn unused_rates(
+    config: &RunConfig,
+    model: &dyn VisionLanguageModel,
+) -> Result<Vec<Event>, Failure> {
+    let params = &model.spec().params;
+    let trained = params.iter().filter(|param| param.trainable);
+    let trained: Vec<&str> = trained.map(|param| base_name(&param.name)).collect();
+    let parts = learning_rates(config)?.into_iter();
+    let unused = parts.filter(|(_, part, _)| !trained.iter().any(|name| part.contains(name)));
+    let note = |(part, _, rate): (&str, Selection, f64)| Event::Note {
+        flag: format!("--lr {part}={rate:e}"),
+        reason: both(
+            "nothing of this part trains, so the rate has no effect",
+            "该部分没有可训练的参数，此学习率不起作用",
+        )
+        .into(),
+    };
+    Ok(unused.map(note).collect())
 }
 
 /// Learning rates of single parameters.

@@ -16,7 +16,7 @@ use crate::error::Failure;
 use crate::error::failures::unusable;
 use crate::lang::{Both, Text, both, text};
 use crate::model::contents::CheckpointBytes;
-use crate::model::optimizer::{rule, trained_parts};
+use crate::model::optimizer::{rule, trained_parts, unused_rates};
 use crate::model::setup::{self, Setup};
 use crate::ui::{DataEvent, Event, QuantizedEvent};
 use engine::plan::Formats;
@@ -207,6 +207,7 @@ fn show_plan(
         .for_each(&mut *show);
     let lines = [adapter_line(run), pixel_line(run)];
     lines.into_iter().flatten().for_each(&mut *show);
+    unused_rates(run, model)?.into_iter().for_each(&mut *show);
     show(find_batch::line(run));
     Ok(())
 }

@@ -216,6 +216,12 @@ fn learning_rates_of_parts_are_applied_and_printed() {
             .any(|name| name.starts_with("resampler.attn"))
     );
     assert!(changed.iter().any(|name| name.starts_with("llm.")));
+    let unused = "nothing of this part trains";
+    assert!(!screen.contains(unused), "{screen}");
+    let line = "--freeze vpm --lr vpm=1e-5,resampler=1e-4 --output frozen";
+    let screen = site.train(line).screen;
+    assert_eq!(screen.matches(unused).count(), 1, "{screen}");
+    assert!(screen.contains("--lr vpm=1e-5"), "{screen}");
 }
 
 #[test]

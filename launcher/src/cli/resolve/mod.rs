@@ -524,13 +524,7 @@ fn output(args: &Args, env: &Env, source: &Source) -> Result<(PathBuf, bool), Fa
         )
         .next(both("add --output DIR", "请加上 --output DIR")));
     }
-    let name = match source {
-        Source::Demo { .. } => "demo".into(),
-        Source::Files { model, .. } => model
-            .file_name()
-            .map_or_else(|| "model".into(), |name| name.to_string_lossy()),
-    };
-    let directory = Path::new("runs").join(format!("{name}-{}", timestamp(env.now)));
+    let directory = Path::new("runs").join(format!("{}-{}", source.name(), timestamp(env.now)));
     Ok((absolute(&directory)?, false))
 }
 

@@ -337,8 +337,13 @@ fn run_directories_are_named_by_model_and_time() {
         timestamp(UNIX_EPOCH + Duration::from_secs(1_767_225_599)),
         "20251231-235959"
     );
-    let path = config("--model a/MyModel --data d").output;
-    assert!(path.to_string_lossy().contains("runs/MyModel-"));
+    for line in [
+        "--model a/MyModel --data d",
+        "--model a/MyModel --tokenizer b/Words --data d",
+    ] {
+        let path = config(line).output;
+        assert!(path.to_string_lossy().contains("runs/MyModel-"), "{line}");
+    }
 }
 
 #[test]

@@ -21,7 +21,7 @@ use crate::error::output::print;
 use crate::error::{ErrorCode, Failure, quoted};
 use crate::lang::{Lang, Text, both, text};
 use crate::launch::hostfile;
-use crate::model::optimizer::trained_parts;
+use crate::model::optimizer::{trained_parts, unused_rates};
 use crate::model::setup::{shapes, unit_costs};
 use crate::plan::disk_check::DiskCheck;
 use crate::plan::rank_memory::{plan_event, shared_line, upload_line};
@@ -373,6 +373,7 @@ fn as_text(
     ]
     .into_iter()
     .flatten()
+    .chain(unused_rates(config, &*model)?)
     {
         text += &shown(&line, usize::MAX);
     }
