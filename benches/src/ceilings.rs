@@ -59,12 +59,13 @@ impl Ceilings {
 
     fn measured() -> Self {
         let mut stream = Stream::new();
+        let flops = multiply_adds(ROUNDS);
         Self {
-            core_flops: best(5, FLOPS, || {
-                black_box(multiply_adds(ROUNDS));
+            core_flops: best(5, flops, || {
+                multiply_adds(ROUNDS);
             }),
-            all_flops: best(5, FLOPS * rayon::current_num_threads() as f64, || {
-                rayon::broadcast(|_| black_box(multiply_adds(ROUNDS)));
+            all_flops: best(5, flops * rayon::current_num_threads() as f64, || {
+                rayon::broadcast(|_| multiply_adds(ROUNDS));
             }),
             core_bytes: stream.best(false),
             all_bytes: stream.best(true),
@@ -98,15 +99,14 @@ fn best(runs: usize, amount: f64, mut run: impl FnMut()) -> f64 {
     rate
 }
 
-/// Independent accumulators: more than latency times ports of any supported core.
+/// Independent accumulators: more than latency times ports of any supported core, and no more than registers.
 const ACCUMULATORS: usize = 12;
-const LANES: usize = 16;
 const ROUNDS: usize = 2_000_000;
-const FLOPS: f64 = (2 * ACCUMULATORS * LANES * ROUNDS) as f64;
 
-/// Loop of multiply-adds on registers. `FUSED` needs the FMA instruction; without it every step would be a call.
+/// Loop of multiply-adds on registers of `LANES` elements; the result is its number of operations. `FUSED` needs the FMA
+/// instruction; without it every step would be a call.
 #[inline(always)]
-fn register_loop<const FUSED: bool>(rounds: usize) -> f32 {
+fn register_loop<const LANES: usize, const FUSED: bool>(rounds: usize) -> f64 {
     let (factor, term) = (black_box(0.999f32), black_box(0.001f32));
     // Passed by value, so that every accumulator becomes a register.
     let step = |mut x: [f32; LANES]| {
@@ -126,19 +126,19 @@ fn register_loop<const FUSED: bool>(rounds: usize) -> f32 {
         (e, f, g, h) = (step(e), step(f), step(g), step(h));
         (i, j, k, l) = (step(i), step(j), step(k), step(l));
     }
-    let sums = [a, b, c, d, e, f, g, h, i, j, k, l];
-    sums.iter().flatten().sum()
+    black_box([a, b, c, d, e, f, g, h, i, j, k, l]);
+    (2 * ACCUMULATORS * LANES * rounds) as f64
 }
 
 #[cfg(target_arch = "x86_64")]
-fn multiply_adds(rounds: usize) -> f32 {
+fn multiply_adds(rounds: usize) -> f64 {
     #[target_feature(enable = "avx512f,avx2,fma")]
-    fn wide(rounds: usize) -> f32 {
-        register_loop::<true>(rounds)
+    fn wide(rounds: usize) -> f64 {
+        register_loop::<16, true>(rounds)
     }
     #[target_feature(enable = "avx2,fma")]
-    fn narrow(rounds: usize) -> f32 {
-        register_loop::<true>(rounds)
+    fn narrow(rounds: usize) -> f64 {
+        register_loop::<8, true>(rounds)
     }
     if is_x86_feature_detected!("avx512f") {
         // SAFETY: the feature was detected, and it implies the others.
@@ -147,13 +147,13 @@ fn multiply_adds(rounds: usize) -> f32 {
         // SAFETY: the features were detected.
         unsafe { narrow(rounds) }
     } else {
-        register_loop::<false>(rounds)
+        register_loop::<4, false>(rounds)
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn multiply_adds(rounds: usize) -> f32 {
-    register_loop::<true>(rounds)
+fn multiply_adds(rounds: usize) -> f64 {
+    register_loop::<4, true>(rounds)
 }
 
 /// Sum of words in 64 independent sums.

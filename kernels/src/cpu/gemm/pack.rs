@@ -68,7 +68,12 @@ fn pack_of<T: Float>(level: Level, width: usize, data: &[T], x: Matrix<'_>, out:
         Level::V4 | Level::V4Bf16 => unsafe {
             across_v4(data, lane_stride, (x.rows, x.cols), width, out);
         },
-        _ => across(data, lane_stride, (x.rows, x.cols), width, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Level::V3 => unsafe {
+            super::x86::avx2::pack_across(data, lane_stride, (x.rows, x.cols), width, out);
+        },
+        Level::Portable => across(data, lane_stride, (x.rows, x.cols), width, out),
     }
 }
 
@@ -122,29 +127,26 @@ fn beside_of<T: Float, const W: usize>(
     }
 }
 
-multiversion! {
-    /// Packs an operand whose elements of one lane are side by side in memory.
-    fn across<T: Float>(
-        x: &[T],
-        stride: usize,
-        extents: (usize, usize),
-        width: usize,
-        out: &mut [f32],
-    ) {
-        let (lanes, depth) = extents;
-        for (p, out) in out.chunks_exact_mut(width * depth).enumerate() {
-            let filled = width.min(lanes - p * width);
-            for first in (0..depth).step_by(SIDE) {
-                for i in 0..filled {
-                    let x = &x[(p * width + i) * stride + first..][..SIDE.min(depth - first)];
-                    for (k, x) in x.iter().enumerate() {
-                        out[(first + k) * width + i] = x.to_f32();
-                    }
+/// Packs an operand whose elements of one lane are side by side in memory.
+fn across<T: Float>(
+    x: &[T],
+    stride: usize,
+    (lanes, depth): (usize, usize),
+    width: usize,
+    out: &mut [f32],
+) {
+    for (p, out) in out.chunks_exact_mut(width * depth).enumerate() {
+        let filled = width.min(lanes - p * width);
+        for first in (0..depth).step_by(SIDE) {
+            for i in 0..filled {
+                let x = &x[(p * width + i) * stride + first..][..SIDE.min(depth - first)];
+                for (k, x) in x.iter().enumerate() {
+                    out[(first + k) * width + i] = x.to_f32();
                 }
-                for i in filled..width {
-                    for k in first..depth.min(first + SIDE) {
-                        out[k * width + i] = 0.0;
-                    }
+            }
+            for i in filled..width {
+                for k in first..depth.min(first + SIDE) {
+                    out[k * width + i] = 0.0;
                 }
             }
         }
