@@ -32,9 +32,14 @@ pub enum ScheduleKind {
     /// Hugging Face's `inverse_sqrt`: linear warmup, then the base rate over the root of the steps. It counts them in
     /// `timescale`, by default the warmup, or 10 000 without one.
     InverseSqrt(CurveOptions),
-    /// SwissArmyTransformer's schedule. The first 100 updates use a twentieth of the base rate, or the linear
-    /// warmup's rate while that is lower. Then half a cosine wave falls from the base rate to a tenth of it.
+    /// SwissArmyTransformer's `cosine`. The first 100 updates use a twentieth of the base rate. Then the linear warmup goes on,
+    /// if it is longer, and half a cosine wave falls from the base rate to a tenth of it.
     SatCosine,
+    /// SwissArmyTransformer's `linear`: the same start, then a straight line that would reach zero `warmup_steps` after the
+    /// run.
+    SatLinear,
+    /// SwissArmyTransformer's `constant`: the same start, then the base rate.
+    SatConstant,
     /// DeepSpeed's `WarmupLR`: warmup, then the base rate.
     WarmupLr(WarmupOptions),
     /// DeepSpeed's `WarmupDecayLR`: warmup, then a straight line to `min_lr`.
@@ -62,14 +67,14 @@ pub struct CurveOptions {
     pub timescale: Option<u64>,
 }
 
-/// Updates at the start of [`ScheduleKind::SatCosine`] that use at most [`SAT_AUTO_RATE`] of the base rate.
+/// Updates at the start of SwissArmyTransformer's schedules that use [`SAT_AUTO_RATE`] of the base rate.
 const SAT_AUTO_STEPS: u64 = 100;
 const SAT_AUTO_RATE: f64 = 0.05;
 /// Final rate of [`ScheduleKind::SatCosine`] as a share of the base rate.
 const SAT_DECAY_RATIO: f64 = 0.1;
 
 impl ScheduleKind {
-    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, cosine_with_min_lr, polynomial, inverse_sqrt, sat_cosine, warmup_lr, warmup_decay_lr, warmup_cosine_lr";
+    const NAMES: &'static str = "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, cosine_with_min_lr, polynomial, inverse_sqrt, sat_cosine, sat_linear, sat_constant, warmup_lr, warmup_decay_lr, warmup_cosine_lr";
 
     /// Name of the schedule on command lines and in configuration files, e.g. `warmup_lr`.
     #[must_use]
@@ -84,6 +89,8 @@ impl ScheduleKind {
             Self::Polynomial(_) => "polynomial",
             Self::InverseSqrt(_) => "inverse_sqrt",
             Self::SatCosine => "sat_cosine",
+            Self::SatLinear => "sat_linear",
+            Self::SatConstant => "sat_constant",
             Self::WarmupLr(_) => "warmup_lr",
             Self::WarmupDecayLr(_) => "warmup_decay_lr",
             Self::WarmupCosineLr(_) => "warmup_cosine_lr",
@@ -98,6 +105,18 @@ impl ScheduleKind {
             Self::WarmupLr(options) => Some((After::Constant, options)),
             Self::WarmupDecayLr(options) => Some((After::Decay, options)),
             Self::WarmupCosineLr(options) => Some((After::Cosine, options)),
+            _ => None,
+        }
+    }
+}
+
+impl ScheduleKind {
+    /// Part after the warmup, if the schedule is one of SwissArmyTransformer's.
+    const fn sat(self) -> Option<After> {
+        match self {
+            Self::SatConstant => Some(After::Constant),
+            Self::SatLinear => Some(After::Decay),
+            Self::SatCosine => Some(After::Cosine),
             _ => None,
         }
     }
@@ -118,6 +137,8 @@ impl FromStr for ScheduleKind {
             Self::Polynomial(CurveOptions::default()),
             Self::InverseSqrt(CurveOptions::default()),
             Self::SatCosine,
+            Self::SatLinear,
+            Self::SatConstant,
             Self::WarmupLr(WarmupOptions::default()),
             Self::WarmupDecayLr(WarmupOptions::default()),
             Self::WarmupCosineLr(WarmupOptions::default()),
@@ -169,8 +190,8 @@ impl Schedule {
         if self.kind == ScheduleKind::Constant {
             return 1.0;
         }
-        if self.kind == ScheduleKind::SatCosine {
-            return self.sat_cosine(step + 1);
+        if let Some(after) = self.kind.sat() {
+            return self.sat(after, step + 1);
         }
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
@@ -205,7 +226,7 @@ impl Schedule {
                 1.0 / (since + 1.0).sqrt()
             }
             ScheduleKind::Linear => self.total_steps.saturating_sub(step) as f64 / decay_steps,
-            ScheduleKind::Cosine | ScheduleKind::SatCosine => half_wave(progress),
+            ScheduleKind::Cosine => half_wave(progress),
             _ => 1.0,
         }
     }
@@ -217,17 +238,25 @@ fn half_wave(progress: f64) -> f64 {
 }
 
 impl Schedule {
-    /// Factor on the base rate for update `iteration`, counted from 1. The wave begins at the end of warmup but its
-    /// half-period is the whole run, so the run ends before the wave does.
-    fn sat_cosine(&self, iteration: u64) -> f64 {
+    /// Factor on the base rate for update `iteration`, counted from 1, in SwissArmyTransformer. The decay begins at the end of
+    /// the warmup but takes as long as the whole run, so the run ends before the decay does.
+    fn sat(&self, after: After, iteration: u64) -> f64 {
         if iteration <= SAT_AUTO_STEPS {
-            let warm = iteration as f64 / self.warmup_steps.max(1) as f64;
-            return warm.min(SAT_AUTO_RATE);
+            return SAT_AUTO_RATE;
         }
-        let since = iteration as f64 - self.warmup_steps as f64;
-        let progress = since / self.total_steps.max(1) as f64;
-        let span = 1.0 / SAT_DECAY_RATIO - 1.0;
-        SAT_DECAY_RATIO * (((PI * progress).cos() + 1.0) * span / 2.0 + 1.0)
+        if iteration <= self.warmup_steps {
+            return iteration as f64 / self.warmup_steps as f64;
+        }
+        let since = (iteration - self.warmup_steps) as f64;
+        let progress = (since / self.total_steps.max(1) as f64).min(1.0);
+        match after {
+            After::Constant => 1.0,
+            After::Decay => 1.0 - progress,
+            After::Cosine => {
+                let span = 1.0 / SAT_DECAY_RATIO - 1.0;
+                SAT_DECAY_RATIO * (((PI * progress).cos() + 1.0) * span / 2.0 + 1.0)
+            }
+        }
     }
 }
 
@@ -423,6 +452,36 @@ mod tests {
         for (iteration, lr) in expected {
             let got = schedule.lr(iteration - 1);
             assert!((got / lr - 1.0).abs() < 1e-12, "{iteration}: {got:e}");
+        }
+    }
+
+    #[test]
+    fn sat_schedules_go_on_with_a_warmup_longer_than_a_hundred_updates() {
+        // `AnnealingLR.get_lr` of SwissArmyTransformer for 240 updates, 200 of them warmup, and a base rate of 1e-4.
+        let starts = [
+            (1, 5e-6),
+            (100, 5e-6),
+            (101, 5.05e-5),
+            (150, 7.5e-5),
+            (200, 1e-4),
+        ];
+        let ends = [
+            (ScheduleKind::SatCosine, 9.397_114_317_029_975e-5),
+            (ScheduleKind::SatLinear, 8.333_333_333_333_334e-5),
+            (ScheduleKind::SatConstant, 1e-4),
+        ];
+        for (kind, end) in ends {
+            let schedule = Schedule {
+                base_lr: 1e-4,
+                ..schedule(kind, 200, 240)
+            };
+            for (iteration, lr) in starts.into_iter().chain([(240, end)]) {
+                let got = schedule.lr(iteration - 1);
+                assert!(
+                    (got / lr - 1.0).abs() < 1e-12,
+                    "{kind:?} {iteration}: {got:e}"
+                );
+            }
         }
     }
 

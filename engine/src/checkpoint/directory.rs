@@ -161,8 +161,8 @@ pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(removed)
 }
 
-/// Removes the checkpoints of the lowest steps from the directory `output`, until `save_total_limit` are left
-/// (0: removes none). It never removes the latest one or a directory that this program did not write. Returns
+/// Removes checkpoints from the directory `output`, until `save_total_limit` are left (0: removes none): first those of steps
+/// after the latest, which a run left behind when it went back, then those of the lowest steps. It never removes the latest one or a directory that this program did not write. Returns
 /// the removed directories.
 ///
 /// # Errors
@@ -181,10 +181,15 @@ pub(super) fn prune_on(
     if save_total_limit == 0 || latest.is_none() {
         return Ok(Vec::new());
     }
-    let others: Vec<(u64, PathBuf)> = list(output)?
-        .into_iter()
-        .filter(|(_, directory)| Some(directory) != latest.as_ref())
-        .collect();
+    let all = list(output)?;
+    let is_latest = |(_, directory): &&(u64, PathBuf)| Some(directory) == latest.as_ref();
+    let last = all
+        .iter()
+        .find(is_latest)
+        .map_or(u64::MAX, |(step, _)| *step);
+    let others = all.into_iter().filter(|(step, _)| *step != last);
+    let (before, after): (Vec<_>, Vec<_>) = others.partition(|(step, _)| *step < last);
+    let others: Vec<(u64, PathBuf)> = after.into_iter().chain(before).collect();
     let all = others.len();
     let others: Vec<(u64, PathBuf)> = others
         .into_iter()

@@ -60,7 +60,7 @@ pub(crate) fn read_header_bytes(bytes: &[u8]) -> Result<(), CheckpointError> {
     read::state_header(bytes, std::path::Path::new("state.safetensors")).map(drop)
 }
 
-pub use write::{Piece, PieceBytes, PieceSink, ProducerError, Writer};
+pub use write::{Piece, PieceBytes, PieceSink, ProducerError, Writer, set_latest};
 
 #[cfg(test)]
 mod tests;

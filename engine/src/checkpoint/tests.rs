@@ -467,6 +467,19 @@ fn pruning_keeps_the_newest_checkpoints_and_foreign_directories() {
     );
     assert_eq!(steps(), [35]);
     assert_eq!(find_latest(output).unwrap(), Some(newest));
+    // Checkpoints that a run left behind when it went back are removed before its own.
+    for step in [40, 50, 60] {
+        save(&model(), simple(output, step, 1));
+    }
+    set_latest(output, 40).unwrap();
+    save(
+        &model(),
+        Save {
+            save_total_limit: 3,
+            ..simple(output, 45, 1)
+        },
+    );
+    assert_eq!(steps(), [35, 40, 45]);
     assert!(output.join("checkpoint-1").exists() && output.join("notes").exists());
     assert!(matches!(
         Writer::begin(output, 1, 0, 1),

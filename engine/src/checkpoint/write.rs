@@ -309,8 +309,8 @@ impl Writer {
     /// barrier that follows every rank's [`Writer::finish_rank`].
     ///
     /// It merges the ranks' indexes and checks that every tensor is covered exactly once. The directory
-    /// replaces one of the same step, and the file `latest` names it. The checkpoints of the lowest steps
-    /// beyond `save_total_limit` are then removed (0: removes none). `meta` is stored in the manifest
+    /// replaces one of the same step, and the file `latest` names it. Checkpoints beyond
+    /// `save_total_limit` are then removed, as by [`prune`](super::prune). `meta` is stored in the manifest
     /// unchanged.
     ///
     /// # Errors
@@ -510,14 +510,7 @@ impl Writer {
     }
 
     fn flip_latest(&self) -> Result<(), CheckpointError> {
-        let (tmp, latest) = (self.output.join(LATEST_TMP), self.output.join(LATEST));
-        write_file(
-            self.fs.as_ref(),
-            &tmp,
-            format!("checkpoint-{}\n", self.step).as_bytes(),
-        )?;
-        self.rename(&tmp, &latest)?;
-        self.sync_output()
+        name_latest(self.fs.as_ref(), &self.output, self.step)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
@@ -527,9 +520,7 @@ impl Writer {
     }
 
     fn sync_output(&self) -> Result<(), CheckpointError> {
-        self.fs
-            .sync_dir(&self.output)
-            .map_err(CheckpointError::io("sync", &self.output, 0))
+        sync_directory(self.fs.as_ref(), &self.output)
     }
 
     fn out_of_turn(&self, action: &'static str) -> CheckpointError {
@@ -645,4 +636,26 @@ impl Merged {
             tensor.pieces.sort_by_key(|piece| piece.start);
         }
     }
+}
+
+/// Makes the checkpoint of `step` the latest of the directory `output`: a run goes on from it, and checkpoints of later steps
+/// are no longer part of the run.
+///
+/// # Errors
+/// [`CheckpointError::Io`] when the file `latest` cannot be written.
+pub fn set_latest(output: &Path, step: u64) -> Result<(), CheckpointError> {
+    name_latest(&Disk, output, step)
+}
+
+fn name_latest(fs: &dyn FileSystem, output: &Path, step: u64) -> Result<(), CheckpointError> {
+    let (tmp, latest) = (output.join(LATEST_TMP), output.join(LATEST));
+    write_file(fs, &tmp, format!("checkpoint-{step}\n").as_bytes())?;
+    fs.rename(&tmp, &latest)
+        .map_err(CheckpointError::io("rename", &tmp, 0))?;
+    sync_directory(fs, output)
+}
+
+fn sync_directory(fs: &dyn FileSystem, directory: &Path) -> Result<(), CheckpointError> {
+    fs.sync_dir(directory)
+        .map_err(CheckpointError::io("sync", directory, 0))
 }

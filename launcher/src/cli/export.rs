@@ -16,7 +16,7 @@ use crate::units::parse_bytes;
     max_term_width = 100
 )]
 pub struct ExportArgs {
-    /// Directory of a run, which means its latest checkpoint, one checkpoint-N, or an adapter directory
+    /// Directory of a run, which means its best checkpoint if it chose one, else its latest; one checkpoint-N; or an adapter directory
     #[arg(value_name = "CHECKPOINT")]
     pub checkpoint: PathBuf,
     /// Directory to write; it must not exist or must be empty

@@ -244,6 +244,12 @@ pub enum Scheduler {
     /// That of SwissArmyTransformer: a slow start of 100 updates, then along half a cosine to a tenth.
     #[value(name = "sat_cosine", alias = "sat-cosine")]
     SatCosine,
+    /// That of SwissArmyTransformer: the same start, then down in a straight line.
+    #[value(name = "sat_linear", alias = "sat-linear")]
+    SatLinear,
+    /// That of SwissArmyTransformer: the same start, then constant.
+    #[value(name = "sat_constant", alias = "sat-constant")]
+    SatConstant,
     /// Constant, warmup ignored.
     Constant,
     /// Constant after the warmup.
@@ -268,15 +274,18 @@ impl Scheduler {
             Self::Linear
             | Self::Cosine
             | Self::SatCosine
+            | Self::SatLinear
+            | Self::SatConstant
             | Self::Constant
             | Self::ConstantWithWarmup => &[],
             Self::CosineWithRestarts => &["num_cycles"],
             Self::CosineWithMinLr => &["num_cycles", "min_lr", "min_lr_rate"],
             Self::Polynomial => &["power", "lr_end"],
             Self::InverseSqrt => &["timescale"],
-            Self::WarmupLr | Self::WarmupDecayLr | Self::WarmupCosineLr => &[
+            Self::WarmupLr => &["warmup_type", "warmup_min_lr"],
+            Self::WarmupDecayLr => &["warmup_type", "warmup_min_lr", "total_num_steps"],
+            Self::WarmupCosineLr => &[
                 "warmup_type",
-                "warmup_min_lr",
                 "warmup_min_ratio",
                 "cos_min_ratio",
                 "total_num_steps",

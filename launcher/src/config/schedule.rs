@@ -50,6 +50,8 @@ impl SchedulerKwargs {
             Scheduler::Polynomial => ScheduleKind::Polynomial(self.curve),
             Scheduler::InverseSqrt => ScheduleKind::InverseSqrt(self.curve),
             Scheduler::SatCosine => ScheduleKind::SatCosine,
+            Scheduler::SatLinear => ScheduleKind::SatLinear,
+            Scheduler::SatConstant => ScheduleKind::SatConstant,
             Scheduler::Constant => ScheduleKind::Constant,
             Scheduler::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
             Scheduler::WarmupLr => ScheduleKind::WarmupLr(self.warmup),

@@ -7,6 +7,7 @@ use super::system::remedy;
 use crate::error::{ErrorCode, Failure, file_name};
 use crate::lang::{Text, both, text};
 use crate::units::{bytes, grouped};
+use kernels::DType;
 use models::WeightError;
 use models::torch_file::TorchError;
 use serde_json::Value;
@@ -73,6 +74,7 @@ pub(crate) fn report(error: &WeightError) -> Failure {
             chain(error),
         )
         .next(match wanted {
+            Some(DType::F32) => both("lower --learning-rate, or raise --adam-epsilon: the updates leave the range of f32", "请降低 --learning-rate，或提高 --adam-epsilon：更新超出了 f32 的范围"),
             Some(_) => both("use --precision bf16 or f32, whose range is larger", "请使用范围更大的 --precision bf16 或 f32"),
             None => both("these values are in the file: take an earlier checkpoint, or download the weights again", "这些值就在文件中：请使用更早的检查点，或重新下载权重"),
         }),

@@ -5,12 +5,11 @@
 //! non-finite values. So does a user's signal.
 
 use crate::lang::{Text, both, text};
-use engine::checkpoint;
 
 use crate::config::{BatchConfig, CONFIG_FILE, Fault, FaultKind, Resume, RunConfig, RunPlan};
 use crate::error::{Failure, file_name};
 use crate::launch::supervisor::RunFailure;
-use crate::report::checkpoints::newest_intact;
+use crate::report::checkpoints::{newest_intact, of_run};
 use crate::report::run_directory;
 use crate::ui::{Event, Screen};
 
@@ -187,7 +186,7 @@ impl Attempts {
             };
             return (resume, from);
         };
-        let all = checkpoint::list(output).unwrap_or_default();
+        let all = of_run(output);
         let newer = all
             .iter()
             .rev()

@@ -386,8 +386,8 @@ pub(crate) fn compare(
         return Err(failure
             .evidence_lines(broken)
             .next(both(
-                "give the same --model and --data as before",
-                "请给出与之前相同的 --model 和 --data",
+                "give the same --model, --data and --quantize as before",
+                "请给出与之前相同的 --model、--data 和 --quantize",
             ))
             .next(text!(
                 "{ANYWAY}   (continues with what is given now)",

@@ -1,16 +1,29 @@
 //! Checkpoints in a run's directory: the newest one that is whole.
 
-use crate::error::{ErrorCode, Failure, continue_run, file_name};
+use crate::error::{ErrorCode, Failure, continue_run, failures, file_name};
 use crate::lang::{both, text};
 use engine::checkpoint;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Key of a manifest under which the parameters stand that shared a flat buffer, buffer by buffer.
 pub(crate) const UNITS: &str = "units";
 
+/// Step and path of the checkpoints of the run in `output`, by ascending step. Those after its latest are not among them:
+/// the run left them behind when it went back.
+pub(crate) fn of_run(output: &Path) -> Vec<(u64, PathBuf)> {
+    let mut all = checkpoint::list(output).unwrap_or_default();
+    let latest = checkpoint::find_latest(output).ok().flatten();
+    let is_latest = |(_, directory): &(u64, PathBuf)| Some(directory) == latest.as_ref();
+    if let Some(last) = all.iter().position(is_latest) {
+        all.truncate(last + 1);
+    }
+    all
+}
+
 /// The newest checkpoint of the run in `output` that is whole, byte for byte, `except` aside.
 pub(crate) fn newest_intact(output: &Path, except: Option<&Path>) -> Option<PathBuf> {
-    let mut all = checkpoint::list(output).ok()?;
+    let mut all = of_run(output);
     let except = except.and_then(|path| path.canonicalize().ok());
     all.retain(|(_, directory)| directory.canonicalize().ok() != except || except.is_none());
     let mut newest_first = all.into_iter().rev().map(|(_, directory)| directory);
@@ -37,6 +50,39 @@ pub(crate) fn best_of(directory: &Path) -> PathBuf {
     let best = name.ok().map(|name| directory.join(name.trim()));
     best.filter(|best| best.join("MANIFEST.json").is_file())
         .unwrap_or_else(|| latest_of(directory))
+}
+
+/// Lets the run in `output` go on from `checkpoint`, or start: the checkpoint is its latest, and it has no best one yet.
+///
+/// # Errors
+/// A file cannot be written or removed (exit 16).
+pub(crate) fn go_on_from(output: &Path, checkpoint: Option<&Path>) -> Result<(), Failure> {
+    let best = output.join(BEST);
+    match std::fs::remove_file(&best) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(Failure::io(
+                ErrorCode::Disk,
+                both("remove", "删除"),
+                &best,
+                &error,
+            ));
+        }
+        _ => {}
+    }
+    let real = |path: &Path| path.canonicalize().ok();
+    let Some(from) = checkpoint.and_then(real) else {
+        return Ok(());
+    };
+    let all = checkpoint::list(output).unwrap_or_default();
+    let own = all
+        .iter()
+        .find(|(_, path)| real(path).as_ref() == Some(&from));
+    match own {
+        Some((step, _)) => checkpoint::set_latest(output, *step).map_err(|error| {
+            failures::checkpoint(text!("go on from {}", "从 {} 继续", from.display()), &error)
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Writes the name of the best checkpoint of the run in `output`.

@@ -10,7 +10,7 @@ use super::{EVAL_RESULTS, MEMORY_LOG, PlanFile, TRAINER_LOG, jsonl};
 use crate::config::CONFIG_FILE;
 use crate::error::Failure;
 use crate::report::monitor::memory::MemoryRow;
-use crate::report::run_directory;
+use crate::report::{checkpoints, run_directory};
 
 /// Directory of answers within a run directory.
 const SAMPLES: &str = "samples";
@@ -80,7 +80,7 @@ impl RunFiles {
             state: json(&directory.join("trainer_state.json")),
             failures: failures(directory),
             answers: answers(&directory.join(SAMPLES)),
-            checkpoints: run_directory::checkpoints(directory),
+            checkpoints: checkpoints::of_run(directory),
         }
     }
 

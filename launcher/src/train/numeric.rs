@@ -12,7 +12,7 @@ use crate::data::check::encode_options;
 use crate::error::{ErrorCode, Failure, continue_run, failures, file_name};
 use crate::lang::{Text, both, text};
 use crate::model::not_finite::first_not_finite;
-use crate::report::run_directory;
+use crate::report::{checkpoints, run_directory};
 use engine::comm::Tag;
 use engine::{PassKind, StepReport};
 use models::autograd::{OpObserver, Tape};
@@ -403,7 +403,7 @@ impl Finding {
         }
         failure = failure.next(change);
         // Step N + 1 is the first to use the weights of checkpoint N. So N is good only if step N + 1 was finite.
-        let good = run_directory::checkpoints(&config.output)
+        let good = checkpoints::of_run(&config.output)
             .into_iter()
             .rfind(|(step, _)| step + 1 < self.step);
         failure.next(match good {
@@ -415,8 +415,8 @@ impl Finding {
                 file_name(&path)
             ),
             None => both(
-                "no checkpoint was saved before: start again, with --save-steps",
-                "此前没有保存过检查点：请加上 --save-steps 重新开始",
+                "no checkpoint was saved before: start again; --save-steps with a smaller number saves earlier",
+                "此前没有保存过检查点：请重新开始；更小的 --save-steps 会更早保存",
             )
             .into(),
         })

@@ -260,6 +260,8 @@ impl<'a> Trainer<'a> {
     fn begin(&mut self, sampler: &Sampler) -> Result<(), Failure> {
         let config = self.replica.config;
         if self.replica.comm.world().rank == 0 {
+            let from = self.resumed.as_ref().map(|(directory, _)| &**directory);
+            checkpoints::go_on_from(&config.output, from)?;
             let (total, epochs) = (self.total_steps, sampler.epochs_after(self.total_steps));
             self.report = Some(RunReport::open(config, total, epochs, self.done)?);
             self.report_best();

@@ -541,6 +541,13 @@ fn the_best_checkpoint_survives_and_stands_for_the_run() {
     let line = format!("{often} {best} --early-stopping-patience 2 --max-steps 9 --output early");
     let screen = site.train(&line).screen;
     assert_says(&screen, &["training ends at step 3 of 9", "checkpoint-1"]);
+    // A run that goes on has no best checkpoint until it chooses one again.
+    let line = format!("{often} --max-steps 5 --output kept --resume auto");
+    site.train(&line);
+    assert!(!site.path("kept/best").exists());
+    assert!(run != export("kept", "of-next"));
+
+    let line = format!("{often} {best} --early-stopping-patience 2 --max-steps 9 --output early");
     // A resumed run knows the best evaluation of the run before.
     let resumed = site.train(&format!("{line} --resume auto")).screen;
     assert_says(&resumed, &["training ends at step 4 of 9", "checkpoint-1"]);

@@ -150,6 +150,8 @@ fn settings_of_generation_config_that_are_not_used_are_named_and_kept_in_exports
     let named = "generation_config.json: do_sample true, repetition_penalty 1.05, temperature 0.8, top_p 0.6 not used;";
     let lines = |text: &str| text.matches(named).count();
     let ask = "generate --model model --prompt Hello --max-new-tokens 3";
+    let said = run(&site, &format!("{ask} --top-k 5")).stderr;
+    assert!(said.contains("--top-k has no effect"), "{said}");
     let said = run(&site, ask);
     assert_eq!(lines(&said.stderr), 1, "{}", said.stderr);
     // The most likely tokens all the same.
@@ -289,6 +291,16 @@ fn a_saved_model_evaluates_as_it_did_in_its_run() {
         assert_evaluates_alike(&site, line)["eval_loss"],
         result["eval_loss"]
     );
+    // The samples are not replaced by the result.
+    for output in ["data/samples.json", "data/rows.json"] {
+        let data = if output == "data/rows.json" {
+            "data"
+        } else {
+            output
+        };
+        let line = format!("eval --model out/checkpoint-2 --data {data} --output {output}");
+        refuse(&site, &line, 2, "E09", &["--output", "another directory"]);
+    }
     let line = "eval --model out/checkpoint-2 --data data/samples.json --limit 2";
     assert_eq!(run(&site, line).json()["eval_samples"], 2);
     let line = "generate --model out/checkpoint-2 --prompt Why? --max-new-tokens 3";
@@ -325,6 +337,16 @@ fn adapters_and_trained_parts_are_applied_to_their_base() {
             let line = format!("eval --model {model} --data data/samples.json");
             assert_eq!(run(&site, &line).json()["eval_loss"], with["eval_loss"]);
         }
+        fs::rename(site.path("model"), site.path("elsewhere")).unwrap();
+        let line = "generate --model out --prompt Why?";
+        refuse(
+            &site,
+            line,
+            10,
+            "E10",
+            &["/model does not exist", "--adapter"],
+        );
+        fs::rename(site.path("elsewhere"), site.path("model")).unwrap();
         write_trained(&site, "part", "llm.lm_head.weight");
         let line = "generate --model part --prompt Why?";
         let words = ["it holds adapters or trained parts", "--adapter"];

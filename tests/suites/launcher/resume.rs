@@ -169,6 +169,45 @@ fn a_checkpoint_of_another_run_is_refused() {
 }
 
 #[test]
+fn a_run_that_goes_back_leaves_its_later_checkpoints_behind() {
+    let site = Site::new();
+    let line = "--lr-scheduler-type constant --save-steps 2 --nproc 2";
+    site.train(&format!("{line} --max-steps 6"));
+    let back = "--resume out/checkpoint-2 --learning-rate 3e-3 --max-steps 7 --save-steps 3";
+    let fault = "--max-restarts 1 --inject kill:rank=1,step=3";
+    let screen = site.train(&format!("{line} {back} {fault}")).screen;
+    assert!(screen.contains("continuing from checkpoint-2"), "{screen}");
+    site.train(&format!(
+        "{line} --resume out/checkpoint-2 --learning-rate 3e-3 --max-steps 7 --save-steps 3 --output unbroken"
+    ));
+    let model = "checkpoint-7/model.safetensors";
+    let [broken, unbroken] =
+        ["out", "unbroken"].map(|run| fs::read(site.path(run).join(model)).unwrap());
+    assert!(broken == unbroken, "weights differ");
+}
+
+#[test]
+fn a_moved_run_goes_on_where_it_is_and_true_means_auto() {
+    let site = Site::new();
+    site.train("--lora-rank 2 --max-steps 2");
+    fs::rename(site.path("out"), site.path("moved")).unwrap();
+    let resume = |line: &str| {
+        let outcome = site.start_plain(line).finish();
+        assert_eq!(outcome.code, Some(0), "{line}\n{}", outcome.screen);
+        outcome.screen
+    };
+    resume("--resume moved/checkpoint-2 --max-steps 3");
+    assert!(site.path("moved/checkpoint-3").is_dir() && !site.path("out").exists());
+    let screen = resume("--resume_from_checkpoint True --output moved --max-steps 4");
+    assert!(site.path("moved/checkpoint-4").is_dir(), "{screen}");
+    site.train("--max-steps 2 --output full");
+    let refused = site
+        .start_plain("--resume full --lora-rank 2 --max-steps 3")
+        .finish();
+    assert_eq!(refused.code, Some(9), "{}", refused.screen);
+}
+
+#[test]
 fn a_directory_with_another_run_is_never_written_to() {
     let site = Site::new();
     site.train("");

@@ -103,7 +103,7 @@ fn impossible_synth_requests_are_refused() {
             &[&format!("error[{code}] "), "  next      ", words],
         );
         assert!(
-            !site.path("x").exists() && !site.path("x.tmp").exists(),
+            !site.path("x").exists() && !site.path(".x.tessera-tmp").exists(),
             "{line}"
         );
     }

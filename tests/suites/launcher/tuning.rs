@@ -260,6 +260,25 @@ fn an_adapter_is_exported_for_peft_and_a_trained_part_alone_is_refused() {
         (Some(2), &"LORA".into())
     );
 
+    for (flags, words) in [
+        ("--quantize nf4", "add --merge"),
+        ("--dequantize", "add --merge"),
+        ("--model model", "add --merge"),
+        ("--max-shard-size 1KB", "add --merge"),
+        ("--merge-base original", "add --merge"),
+        (
+            "--merge --quantize-double",
+            "--quantize-double without --quantize",
+        ),
+        ("--merge --tokenizer none", "none is of no use"),
+    ] {
+        let line = format!("export run/checkpoint-2 --output x {flags}");
+        let refused = site.start_plain(&line).finish();
+        assert_ne!(refused.code, Some(0), "{line}");
+        assert!(refused.screen.contains(words), "{line}\n{}", refused.screen);
+        assert!(!site.path("x").exists() && !site.path(".x.tessera-tmp").exists());
+    }
+
     site.train("--train resampler --output part");
     let refused = site
         .start_plain("export part/checkpoint-2 --output x")
@@ -278,7 +297,7 @@ fn an_adapter_is_exported_for_peft_and_a_trained_part_alone_is_refused() {
         let refused = site.start_plain(line).finish();
         assert_eq!(refused.code, Some(code), "{line}\n{}", refused.screen);
         assert!(
-            !site.path("x").exists() && !site.path("x.tmp").exists(),
+            !site.path("x").exists() && !site.path(".x.tessera-tmp").exists(),
             "{line}"
         );
     }

@@ -21,7 +21,8 @@ mod yaml;
 
 use crate::cli::trainers::{self, Absent, Trainer};
 use crate::cli::{Note, train_args};
-use crate::error::Failure;
+use crate::config::CONFIG_FILE;
+use crate::error::{Failure, quoted};
 use crate::lang::{Text, both, text};
 use given::Given;
 use report::Report;
@@ -220,6 +221,22 @@ fn default_lines(trainer: Trainer, rows: &[Absent]) -> Vec<Text> {
 fn go_through(config: Option<&Path>, given: &mut Given) -> Result<Vec<Part>, Failure> {
     let mut parts = Vec::new();
     if let Some(path) = config {
+        if path.file_name().is_some_and(|name| name == CONFIG_FILE) {
+            let run = path.parent().filter(|run| !run.as_os_str().is_empty());
+            let run = run.unwrap_or(Path::new(".")).display().to_string();
+            return Err(Failure::usage(
+                text!(
+                    "{} has the settings of a run",
+                    "{} 是一次运行的设置",
+                    path.display()
+                ),
+                both(
+                    "--config reads a file of flags",
+                    "--config 读取的是参数文件",
+                ),
+            )
+            .next(Text::literal(format_args!("--resume {}", quoted(&run)))));
+        }
         let file = read::read(path)?;
         if deepspeed::is_deepspeed(&file) {
             let title = text!(

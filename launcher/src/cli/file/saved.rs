@@ -4,7 +4,7 @@
 
 use super::given::Given;
 use super::line;
-use crate::cli::presets;
+use crate::cli::{presets, resume_word};
 use crate::config::{CONFIG_FILE, RunPlan};
 use crate::error::{ErrorCode, Failure, failures, quoted};
 use crate::lang::{Text, both, text};
@@ -58,9 +58,11 @@ pub(super) fn continued(words: &[String]) -> Result<Option<(Vec<String>, PathBuf
     let value = |given: &Given, flag: &str| given.get(flag).map(|word| word.value.clone());
     let resume = match value(&given, "resume") {
         None => return Ok(None),
-        Some(word) if word == "false" => return Ok(None),
-        Some(word) => word,
+        Some(word) => resume_word(&word).unwrap_or(word),
     };
+    if resume == "false" {
+        return Ok(None);
+    }
     let output = value(&given, "output").map(PathBuf::from);
     let has_config = |run: &Path| run.join(CONFIG_FILE).is_file();
     let has = |flag: &str, other: &str| given.get(flag).or_else(|| given.get(other)).is_some();
@@ -154,7 +156,10 @@ fn with_saved(mut given: Given, run: &Path) -> Result<(Vec<String>, PathBuf), Fa
     let kept = saved
         .iter()
         .filter(|(flag, _)| !is_replaced(flag, &own, &saved));
+    let moved = run.display().to_string();
     for (flag, value) in kept {
+        // A run may have moved since it was saved.
+        let value = if *flag == "output" { &moved } else { value };
         given.add(flag, value, "");
     }
     Ok((line(&given), path))
@@ -167,7 +172,9 @@ fn is_replaced(flag: &str, own: &Given, saved: &[(&'static str, String)]) -> boo
         .iter()
         .any(|(one, other)| flag == *one && has(other) || flag == *other && has(one));
     let off = |flag: &str| own.get(flag).is_some_and(|word| word.value == "false");
-    let of_adapters = flag.starts_with("lora-") || flag == "modules-to-save";
+    let of_adapters = |flag: &str| flag.starts_with("lora-") || flag == "modules-to-save";
+    // Settings of adapters imply adapters.
+    let adapts = || own.words().iter().any(|word| of_adapters(&word.flag));
     let another_precision = || {
         let value = saved.iter().find(|(flag, _)| *flag == "precision");
         own.set_by("precision")
@@ -186,7 +193,8 @@ fn is_replaced(flag: &str, own: &Given, saved: &[(&'static str, String)]) -> boo
     matches!(flag, "resume" | "resume-anyway" | "inject")
         || own.set_by(flag).is_some()
         || paired
-        || of_adapters && off("use-lora")
+        || of_adapters(flag) && off("use-lora")
+        || flag == "use-lora" && adapts()
         || OF_PRECISION.contains(&flag) && another_precision()
         || OF_LAYOUT.contains(&flag)
             && LAYOUT

@@ -43,6 +43,20 @@ pub(super) fn resolve(
             both("must be at least 1", "必须至少为 1"),
         ));
     }
+    // Products of these fit in 64 bits with any number of ranks.
+    let most = |flag: &str| match flag {
+        "--global-batch-size" => 1 << 40,
+        "--tokens-per-batch" => 1 << 24,
+        _ => 1 << 20,
+    };
+    let all = given.iter().take(5);
+    let mut large = all.filter(|(flag, value)| value.is_some_and(|value| value > most(flag)));
+    if let Some((flag, Some(value))) = large.next() {
+        return Err(out_of_range(
+            &format!("{flag} {value}"),
+            text!("must be at most {}", "必须不大于 {}", most(flag)),
+        ));
+    }
     let find_batch = args.find_batch.unwrap_or(false);
     if find_batch && args.per_device_train_batch_size.is_some() {
         return Err(Failure::usage(

@@ -739,7 +739,11 @@ fn eval(args: &Args, source: &Source, notes: &mut Vec<Note>) -> Result<Cadence, 
     let cadence = cadence(
         "eval",
         args.eval_strategy,
-        args.eval_steps,
+        // As Hugging Face: a strategy without a number takes that of logging.
+        args.eval_steps.or(match args.eval_strategy {
+            Some(Strategy::Steps) => args.logging_steps,
+            _ => None,
+        }),
         Cadence::End,
         notes,
     )?;
@@ -863,8 +867,12 @@ fn location(model: &Path, tokenizer: Option<&Path>) -> Result<PathBuf, Failure> 
     Ok(places::joined(&all?))
 }
 
+/// An absolute path. A shell replaces `~` only at the beginning of a word, and nothing replaces it in a file.
 fn absolute(path: &Path) -> Result<PathBuf, Failure> {
-    std::path::absolute(path).map_err(|error| {
+    let home = std::env::home_dir();
+    let in_home = path.strip_prefix("~").ok().zip(home);
+    let path = in_home.map_or_else(|| path.to_owned(), |(rest, home)| home.join(rest));
+    std::path::absolute(&path).map_err(|error| {
         Failure::usage(
             text!("bad path '{}'", "路径无效 '{}'", path.display()),
             Text::literal(&error),

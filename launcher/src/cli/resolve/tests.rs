@@ -528,6 +528,14 @@ fn a_schedule_takes_its_own_arguments() {
             "warmup_min_lr",
         ),
         (
+            format!("{} cos_min_ratio=0.5", typed("warmup_lr")),
+            "warmup_min_lr",
+        ),
+        (
+            format!("{} warmup_min_lr=1e-5", typed("warmup_cosine_lr")),
+            "cos_min_ratio",
+        ),
+        (
             format!(
                 "{} min_lr=1e-7,min_lr_rate=0.1",
                 typed("cosine_with_min_lr")
@@ -575,4 +583,36 @@ fn names_of_data_sets_become_entries_of_dataset_info() {
     assert_eq!(source("--dataset a"), (default, 0));
     let both = "--data x.json,y.json --dataset a";
     assert_eq!(source(both), ("x.json,y.json".to_owned(), 1));
+}
+
+#[test]
+fn sizes_that_no_machine_could_have_are_refused() {
+    for line in [
+        "--per-device-train-batch-size 9223372036854775807 --gradient-accumulation-steps 4",
+        "--gradient-accumulation-steps 18446744073709551615",
+        "--global-batch-size 18446744073709551615",
+        "--tokens-per-batch 18446744073709551615",
+        "--lora-rank 99999999999",
+    ] {
+        let failure = try_config(&format!("--model m --data d {line}")).expect_err(line);
+        assert!(failure.title.contains("out of range"), "{failure}");
+    }
+}
+
+#[test]
+fn evaluation_by_steps_takes_the_number_of_logging_as_hugging_face() {
+    let eval = |line: &str| config(&format!("--model m --data d --eval-data e {line}")).eval;
+    let every = |line: &str| eval(&format!("--eval-strategy steps {line}"));
+    assert_eq!(every("--logging-steps 2"), Cadence::Steps(2));
+    assert_eq!(every("--logging-steps 2 --eval-steps 3"), Cadence::Steps(3));
+    assert_eq!(every(""), Cadence::Steps(500));
+    assert_eq!(eval("--logging-steps 2"), Cadence::End);
+}
+
+#[test]
+fn a_tilde_is_the_home_directory() {
+    let home = std::env::home_dir().expect("a home");
+    let config = config("--model ~/m --data d --output ~/runs/a");
+    assert_eq!(config.output, home.join("runs/a"));
+    assert_eq!(config.model_dir(), home.join("m"));
 }

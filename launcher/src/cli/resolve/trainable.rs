@@ -58,6 +58,9 @@ pub(super) fn resolve(args: &Args, notes: &mut Vec<Note>) -> Result<Trainable, F
 }
 
 /// Flags that ask for adapters, and whether each is given.
+/// Largest `--lora-rank`: more than the width of any model.
+const MAX_RANK: usize = 1 << 20;
+
 fn lora_flags(args: &Args) -> [(&'static str, bool); 10] {
     [
         ("--adapter", args.adapter.is_some()),
@@ -177,10 +180,10 @@ fn lora(args: &Args, notes: &mut Vec<Note>) -> Result<Option<Lora>, Failure> {
     let lora_rank = args.lora_rank.unwrap_or(defaults::LORA_RANK);
     let doubled = defaults::LORA_SCALE * lora_rank as f64;
     let lora_alpha = args.lora_alpha.unwrap_or(doubled);
-    if lora_rank == 0 {
+    if !(1..=MAX_RANK).contains(&lora_rank) {
         return Err(out_of_range(
-            "--lora-rank 0",
-            both("must be at least 1", "必须至少为 1"),
+            &format!("--lora-rank {lora_rank}"),
+            text!("must be 1 to {MAX_RANK}", "必须为 1 到 {MAX_RANK}"),
         ));
     }
     positive("--lora-alpha", lora_alpha)?;

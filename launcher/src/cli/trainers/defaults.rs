@@ -118,7 +118,7 @@ const GLM4: Flags = &[("precision", "bf16")];
 const SAT: Flags = &[
     ("use-lora", "false"),
     ("learning-rate", "1e-4"),
-    ("lr-scheduler-type", "linear"),
+    ("lr-scheduler-type", "sat_linear"),
     ("warmup-ratio", "0.01"),
     ("weight-decay", "0.01"),
     ("adam-beta1", "0.9"),

@@ -1007,8 +1007,8 @@ const SAT: &[Key] = &[
         "lr_decay_style",
         Words(&[
             ("cosine", &[("lr-scheduler-type", "sat_cosine")]),
-            ("linear", &[("lr-scheduler-type", "linear")]),
-            ("constant", &[("lr-scheduler-type", "constant")]),
+            ("linear", &[("lr-scheduler-type", "sat_linear")]),
+            ("constant", &[("lr-scheduler-type", "sat_constant")]),
         ]),
     ),
     ("warmup", Flag("warmup-ratio")),

@@ -51,6 +51,23 @@ impl Rates {
 pub fn run(args: &BenchNvmeArgs) -> Result<ExitCode, Failure> {
     let size = args.size.unwrap_or(SIZE_BYTES).max(1 << 20);
     let rounds = args.rounds.unwrap_or(ROUNDS).max(1);
+    if !args.directory.is_dir() {
+        return Err(Failure::usage(
+            text!(
+                "{} is not a directory",
+                "{} 不是目录",
+                args.directory.display()
+            ),
+            both(
+                "the measurement is of the disk of an existing directory",
+                "测量的是已有目录所在的磁盘",
+            ),
+        )
+        .next(both(
+            "give a directory on the disk to measure",
+            "请指定位于待测磁盘上的目录",
+        )));
+    }
     check_disk_space(&args.directory, size)?;
     let rates = rounds_of(&args.directory, size, rounds)?;
     let text = if args.json == Some(true) {

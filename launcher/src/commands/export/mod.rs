@@ -10,7 +10,7 @@ use crate::cli::{ExportArgs, ExportDtype, ExportFormat};
 use crate::commands::new_directory::NewDirectory;
 use crate::config::{MergeBase, Quantize, QuantizeFormat};
 use crate::error::output::say;
-use crate::error::{ErrorCode, Failure, failures};
+use crate::error::{ErrorCode, Failure, failures, file_name};
 use crate::lang::{Both, Text, both, text};
 use crate::model::files::{self, SmallFile};
 use crate::model::quantize;
@@ -41,8 +41,10 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let started = Instant::now();
     let is_sat = args.format.unwrap_or_default() == ExportFormat::Sat;
     check_layout(args, is_sat)?;
+    check_alone(args)?;
+    let named = &args.checkpoint;
     let args = &ExportArgs {
-        checkpoint: best_of(&args.checkpoint),
+        checkpoint: best_of(named),
         merge: if is_sat { Some(true) } else { args.merge },
         ..args.clone()
     };
@@ -67,10 +69,19 @@ pub(crate) fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     sources.check(manifest.as_ref())?;
     let summary = sources.write(args, directory.path())?;
     directory.publish()?;
+    let what = match named == checkpoint {
+        true => summary.what.into(),
+        false => text!(
+            "{} of {}",
+            "{}，来自 {}",
+            summary.what,
+            file_name(checkpoint)
+        ),
+    };
     let text = text!(
         " export  {} · {} tensors · {} · {} · {}\n",
         " 导出    {} · {} 个张量 · {} · {} · {}\n",
-        summary.what,
+        what,
         grouped(summary.tensors as u64),
         bytes(summary.bytes),
         seconds(started.elapsed().as_secs_f64()),
@@ -126,6 +137,83 @@ fn check_layout(args: &ExportArgs, is_sat: bool) -> Result<(), Failure> {
     }
 }
 
+/// Fails for flags that mean nothing without another one, and for a tokenizer that does not exist.
+fn check_alone(args: &ExportArgs) -> Result<(), Failure> {
+    let quantizes = quantize_of(args).is_some();
+    let alone = [
+        ("--quantize-double", args.quantize_double == Some(true)),
+        ("--quantize-modules", args.quantize_modules.is_some()),
+    ];
+    if let Some((flag, _)) = alone.into_iter().find(|(_, given)| *given && !quantizes) {
+        return Err(Failure::usage(
+            text!("{flag} without --quantize", "{flag} 缺少 --quantize"),
+            both(
+                "it describes weights that the export quantizes",
+                "它描述的是导出时压缩的权重",
+            ),
+        )
+        .next(text!(
+            "add --quantize nf4, or omit {flag}",
+            "请加上 --quantize nf4，或去掉 {flag}"
+        )));
+    }
+    match &args.tokenizer {
+        Some(tokenizer) => failures::check_directory(
+            text!("export {}", "导出 {}", args.checkpoint.display()),
+            &places::with_tokenizer(&args.checkpoint, Some(tokenizer)),
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Fails for flags that mean nothing for these weights: an adapter that is written alone, or a whole model.
+fn check_unused(args: &ExportArgs, writes_adapter: bool) -> Result<(), Failure> {
+    let quantizes = args.quantize.is_some() || args.dequantize == Some(true);
+    let given = match writes_adapter {
+        true => vec![
+            ("--model", args.model.is_some()),
+            ("--tokenizer", args.tokenizer.is_some()),
+            ("--quantize", args.quantize.is_some()),
+            ("--dequantize", quantizes && args.quantize.is_none()),
+            ("--merge-base", args.merge_base.is_some()),
+            ("--max-shard-size", args.max_shard_size.is_some()),
+        ],
+        false => vec![
+            ("--model", args.model.is_some()),
+            ("--merge-base", args.merge_base.is_some()),
+        ],
+    };
+    let Some((flag, _)) = given.into_iter().find(|(_, given)| *given) else {
+        return Ok(());
+    };
+    let failure = |cause: Both, next: Text| {
+        Failure::usage(
+            text!("{flag} would have no effect", "{flag} 不会起作用"),
+            cause,
+        )
+        .next(next)
+    };
+    Err(match writes_adapter {
+        true => failure(
+            both(
+                "without --merge the export writes the adapter alone",
+                "未给出 --merge 时只导出适配器",
+            ),
+            text!(
+                "add --merge, or omit {flag}",
+                "请加上 --merge，或去掉 {flag}"
+            ),
+        ),
+        false => failure(
+            both(
+                "the checkpoint has the whole model, so nothing is merged",
+                "检查点中是完整的模型，没有需要合并的内容",
+            ),
+            text!("omit {flag}", "请去掉 {flag}"),
+        ),
+    })
+}
+
 /// Weights that an export quantizes, and their settings for transformers.
 struct QuantizedExport {
     quantizations: BTreeMap<String, Quantization>,
@@ -176,6 +264,7 @@ impl Sources {
         let directory = args.checkpoint.clone();
         match WeightSource::open(&directory) {
             Ok(model) => {
+                check_unused(args, false)?;
                 check_quantized(args, &model, false)?;
                 quantized::check_shapes(&model, &directory)?;
                 return Ok(Self {
@@ -189,6 +278,7 @@ impl Sources {
         }
         let adapter = Adapter::open(&directory).map_err(|e| adapter_failure(&directory, &e))?;
         if args.merge != Some(true) {
+            check_unused(args, true)?;
             if adapter.config().is_none() {
                 return Err(Failure::usage(
                     text!(
@@ -225,13 +315,11 @@ impl Sources {
             )
             .next(both("add --model DIR", "请加上 --model DIR")));
         };
+        if !places::main(&base).is_dir() {
+            return Err(moved_base(&directory, &base));
+        }
         let base = places::with_tokenizer(&base, args.tokenizer.as_deref());
-        let mut model = WeightSource::open(&base).map_err(|e| {
-            failures::weights(&e).next(both(
-                "give --model DIR if the base model has moved",
-                "如果基座模型已移动，请指定 --model DIR",
-            ))
-        })?;
+        let mut model = WeightSource::open(&base).map_err(|e| failures::weights(&e))?;
         check_quantized(args, &model, true)?;
         quantized::check_shapes(&model, &base)?;
         if args.merge_base != Some(MergeBase::Original) {
@@ -410,6 +498,23 @@ fn check_quantized(args: &ExportArgs, model: &WeightSource, merges: bool) -> Res
         );
     }
     Ok(())
+}
+
+/// The failure when the base model of an adapter is not where the adapter or its manifest says.
+fn moved_base(directory: &Path, base: &Path) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        text!(
+            "the base model of {} is not there",
+            "{} 的基座模型不在原处",
+            directory.display()
+        ),
+        text!("{} does not exist", "{} 不存在", base.display()),
+    )
+    .next(both(
+        "give --model DIR, the base model's directory now",
+        "请用 --model DIR 给出基座模型现在的目录",
+    ))
 }
 
 fn misfit(base: &Path, misfits: Vec<String>) -> Failure {

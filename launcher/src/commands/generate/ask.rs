@@ -61,6 +61,19 @@ pub(crate) fn run(args: &GenerateArgs, asking: &mut Asking<'_>) -> Result<ExitCo
             "--temperature 必须不小于 0，--top-p 必须大于 0 且不大于 1",
         ))
     })?;
+    if asking.is_first() && sampling.temperature == 0.0 {
+        let unused = [
+            ("--top-p", args.top_p.is_some()),
+            ("--top-k", args.top_k.is_some()),
+            ("--seed", args.seed.is_some()),
+        ];
+        for (flag, _) in unused.into_iter().filter(|(_, given)| *given) {
+            note(text!(
+                "note    {flag} has no effect: without --temperature the likeliest token is taken",
+                "提示    {flag} 不起作用：未给出 --temperature 时总是取概率最大的词元"
+            ));
+        }
+    }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     if let (true, Some(line)) = (asking.is_first(), open.unused_settings()) {
         note(line);

@@ -69,7 +69,7 @@ pub(crate) fn run(mut args: EvalArgs, asking: &mut Asking<'_>) -> Result<ExitCod
     }
     let slices = args.max_slice_nums.unwrap_or(DEFAULT_SLICES);
     if let Some(path) = &args.output {
-        check_place(path)?;
+        check_place(path, data)?;
     }
     let open = OpenModel::open(dir, args.adapter.as_deref(), args.precision)?;
     if let (true, Some(line)) = (asking.is_first(), open.unused_settings()) {
@@ -168,7 +168,29 @@ fn summary(rows: &[Row], seconds: f64) -> Value {
 }
 
 /// Checks that a file can be written to `path`, before the work begins.
-fn check_place(path: &Path) -> Result<(), Failure> {
+fn check_place(path: &Path, data: &Path) -> Result<(), Failure> {
+    let real = |path: &Path| path.canonicalize().ok();
+    let (file, place) = (real(path), path.parent().and_then(real));
+    let mut all = places::directories(data)
+        .into_iter()
+        .filter_map(|data| real(&data));
+    if all.any(|data| [&file, &place].contains(&&Some(data.clone()))) {
+        return Err(Failure::usage(
+            text!(
+                "--output {} is one of the files of --data",
+                "--output {} 是 --data 的文件之一",
+                path.display()
+            ),
+            both(
+                "the result would replace samples or be read as samples",
+                "结果会覆盖样本，或被当作样本读取",
+            ),
+        )
+        .next(both(
+            "give a file in another directory",
+            "请指定另一个目录中的文件",
+        )));
+    }
     let directory = path.parent().filter(|p| !p.as_os_str().is_empty());
     if path.is_dir() || directory.is_some_and(|directory| !directory.is_dir()) {
         return Err(Failure::new(

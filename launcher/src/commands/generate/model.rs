@@ -2,12 +2,12 @@
 
 use crate::config::{PrecisionChoice, exceeds_f16};
 use crate::error::failures::unusable;
-use crate::error::{Failure, chain, failures};
+use crate::error::{ErrorCode, Failure, chain, failures, quoted};
 use crate::lang::{Text, both, text};
 use crate::model::adapter::{check_shapes, open_adapter, stranger};
 use crate::model::quantize;
 use crate::model::setup::Setup;
-use crate::report::checkpoints::best_of;
+use crate::report::checkpoints::{best_of, newest_intact};
 use crate::units::seconds as format_seconds;
 use engine::checkpoint::Checkpoint;
 use kernels::DType;
@@ -18,6 +18,7 @@ use models::{
     Family, ModelError, ModelOptions, OpenError, Processor, VisionLanguageModel, WeightError,
     WeightSource, open_model, open_processor,
 };
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// A model whose files are opened and checked, but whose weights are not read yet.
@@ -40,7 +41,7 @@ impl OpenModel {
     ) -> Result<Self, Failure> {
         let named = best_of(dir);
         let (base, own) = match adapter {
-            None => with_base(&named),
+            None => with_base(&named)?,
             Some(adapter) => (named, Some(best_of(adapter))),
         };
         let (dir, adapter) = (&*base, own.as_deref());
@@ -155,14 +156,51 @@ impl OpenModel {
 
 /// A checkpoint of adapters or parts, after the model that its manifest says it was trained on; any other directory
 /// alone.
-fn with_base(dir: &Path) -> (PathBuf, Option<PathBuf>) {
-    let has_model = || WeightSource::open(dir).is_ok();
-    let base = Checkpoint::open(dir)
-        .ok()
-        .and_then(|saved| Some(PathBuf::from(saved.meta().get("base_model")?.as_str()?)));
-    match base.filter(|base| places::main(base).is_dir() && !has_model()) {
-        Some(base) => (base, Some(dir.to_owned())),
-        None => (dir.to_owned(), None),
+///
+/// # Errors
+/// The checkpoint is damaged, or its base model is not there.
+fn with_base(dir: &Path) -> Result<(PathBuf, Option<PathBuf>), Failure> {
+    let alone = (dir.to_owned(), None);
+    if WeightSource::open(dir).is_ok() || !dir.join("MANIFEST.json").is_file() {
+        return Ok(alone);
+    }
+    let saved = Checkpoint::open(dir).map_err(|error| {
+        let doing = text!("use {}", "使用 {}", dir.display());
+        advise_other(failures::checkpoint(&doing, &error), dir)
+    })?;
+    let base = saved.meta().get("base_model").and_then(Value::as_str);
+    let Some(base) = base.map(PathBuf::from) else {
+        return Ok(alone);
+    };
+    if places::main(&base).is_dir() {
+        return Ok((base, Some(dir.to_owned())));
+    }
+    Err(Failure::new(
+        ErrorCode::ModelFiles,
+        text!(
+            "the base model of {} is not there",
+            "{} 的基座模型不在原处",
+            dir.display()
+        ),
+        text!("{} does not exist", "{} 不存在", base.display()),
+    )
+    .next(text!(
+        "--model BASE --adapter {}, where BASE is the base model's directory now",
+        "--model BASE --adapter {}，其中 BASE 是基座模型现在的目录",
+        quoted(&dir.display().to_string())
+    )))
+}
+
+/// The next step where a checkpoint is damaged: the newest of its run that is not.
+fn advise_other(failure: Failure, dir: &Path) -> Failure {
+    let run = dir.parent().unwrap_or(Path::new("."));
+    match newest_intact(run, Some(dir)) {
+        Some(other) => failure.next(text!(
+            "give {}, the newest intact checkpoint of this run",
+            "请改用 {}，它是本次运行最近的完好检查点",
+            other.display()
+        )),
+        None => failure,
     }
 }
 

@@ -108,7 +108,7 @@ pub(super) const SECTIONS: &[Section] = &[
             key("train_batch_size", Whole, "", Flag("global-batch-size")),
             key("train_micro_batch_size_per_gpu", Whole, "", Flag("per-device-train-batch-size")),
             key("gradient_accumulation_steps", Whole, "1", Flag("gradient-accumulation-steps")),
-            key("gradient_clipping", Number, "1.0", Flag("max-grad-norm")),
+            key("gradient_clipping", Number, "0", Flag("max-grad-norm")),
             section("zero_optimization"),
             section("fp16"),
             section("bf16"),

@@ -85,7 +85,7 @@ fn refused(text: &str, line: &str) -> String {
     failure.to_string()
 }
 
-const Z: &str = "\"zero_optimization\": {\"stage\": 2}, \"bf16\": {\"enabled\": \"auto\"}";
+const Z: &str = "\"zero_optimization\": {\"stage\": 2}, \"bf16\": {\"enabled\": \"auto\"}, \"gradient_clipping\": \"auto\"";
 
 #[test]
 fn every_combination_of_the_three_batch_sizes_resolves_or_is_refused() {
@@ -174,10 +174,25 @@ fn an_open_stage_is_that_of_the_line_or_auto() {
 }
 
 #[test]
+fn gradients_are_not_clipped_unless_the_file_says_so() {
+    let of = |clipping: &str| {
+        words(
+            &format!("{{\"zero_optimization\": {{\"stage\": 1}}{clipping}}}"),
+            "",
+        )
+    };
+    assert!(of("").contains("--max-grad-norm=0"));
+    assert!(of(", \"gradient_clipping\": 0.5").contains("--max-grad-norm=0.5"));
+    assert!(!of(", \"gradient_clipping\": \"auto\"").contains("--max-grad-norm"));
+}
+
+#[test]
 fn precision_follows_the_switches_of_the_file() {
     let of = |sections: &str, line: &str| {
         words(
-            &format!("{{\"zero_optimization\": {{\"stage\": 1}}, {sections}}}"),
+            &format!(
+                "{{\"zero_optimization\": {{\"stage\": 1}}, \"gradient_clipping\": \"auto\", {sections}}}"
+            ),
             line,
         )
     };
@@ -227,7 +242,7 @@ fn numbers_in_quotes_lose_them() {
 fn tiers_are_those_that_deepspeed_reads_at_the_stage() {
     let of = |stage: u8, inside: &str| {
         let text = format!(
-            "{{\"zero_optimization\": {{\"stage\": {stage}, {inside}}}, \"bf16\": {{\"enabled\": \"auto\"}}}}"
+            "{{\"zero_optimization\": {{\"stage\": {stage}, {inside}}}, \"bf16\": {{\"enabled\": \"auto\"}}, \"gradient_clipping\": \"auto\"}}"
         );
         with(&text, "")
     };

@@ -23,7 +23,7 @@ pub(super) fn map(file: &Value, name: &Path, given: &Given, report: &mut Report)
     mapper.offload(stage);
     mapper.precision();
     mapper.batch();
-    mapper.take("gradient_clipping", "max-grad-norm");
+    mapper.take_or("gradient_clipping", "max-grad-norm", "0");
     mapper.optimizer();
     mapper.scheduler();
     mapper.others();
