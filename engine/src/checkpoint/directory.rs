@@ -161,9 +161,9 @@ pub fn sweep(output: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(removed)
 }
 
-/// Removes checkpoints from the directory `output`, until `save_total_limit` are left (0: removes none): first those of steps
-/// after the latest, which a run left behind when it went back, then those of the lowest steps. It never removes the latest one or a directory that this program did not write. Returns
-/// the removed directories.
+/// Removes checkpoints from the directory `output`, until `save_total_limit` are left (0: removes none): first those
+/// of steps after the latest, which a run left behind when it went back, then those of the lowest steps. It never
+/// removes the latest one or a directory that this program did not write. Returns the removed directories.
 ///
 /// # Errors
 /// [`CheckpointError::Io`] when the directory cannot be listed or a checkpoint cannot be removed.

@@ -638,8 +638,8 @@ impl Merged {
     }
 }
 
-/// Makes the checkpoint of `step` the latest of the directory `output`: a run goes on from it, and checkpoints of later steps
-/// are no longer part of the run.
+/// Makes the checkpoint of `step` the latest of the directory `output`: a run goes on from it, and checkpoints of later
+/// steps are no longer part of the run.
 ///
 /// # Errors
 /// [`CheckpointError::Io`] when the file `latest` cannot be written.

@@ -430,6 +430,8 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(-1..), help_heading = "Training")]
     pub max_steps: Option<i64>,
     /// Passes over the data
+    ///
+    /// A batch may go over the end of one: 10 samples in batches of 4 are 8 updates in 3 epochs, not 9.
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub num_train_epochs: Option<f64>,
     /// Samples per rank and micro-batch

@@ -636,7 +636,11 @@ fn schedule_takes(
                 "it must be below the learning rate, {learning_rate:e}",
                 "必须低于学习率 {learning_rate:e}"
             ),
-        ));
+        )
+        .next(both(
+            "--lr-scheduler-kwargs lr_end=0",
+            "--lr-scheduler-kwargs lr_end=0",
+        )));
     }
     let lowest = [kwargs.curve.min_lr, kwargs.curve.min_lr_rate];
     if scheduler != Scheduler::CosineWithMinLr || lowest.iter().flatten().count() == 1 {
@@ -688,8 +692,17 @@ fn optimizer(
     };
     positive("--learning-rate", optimizer.learning_rate)?;
     positive("--adam-epsilon", optimizer.adam_epsilon)?;
-    positive("--max-grad-norm", optimizer.max_grad_norm.unwrap_or(1.0))?;
-    within("--weight-decay", optimizer.weight_decay, 0.0, f64::MAX)?;
+    // The optimizer computes in f32.
+    let (least, most) = (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX));
+    let norm = optimizer.max_grad_norm.unwrap_or(0.0);
+    for (flag, value, least) in [
+        ("--learning-rate", optimizer.learning_rate, 0.0),
+        ("--adam-epsilon", optimizer.adam_epsilon, least),
+        ("--weight-decay", optimizer.weight_decay, 0.0),
+        ("--max-grad-norm", norm, 0.0),
+    ] {
+        within(flag, value, least, most)?;
+    }
     within(
         "--adam-beta1",
         optimizer.adam_beta1,
@@ -848,6 +861,8 @@ pub(super) fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<(), 
     }
     let range = if high == f64::MAX {
         text!("at least {low}", "至少为 {low}")
+    } else if high > 1.0 {
+        text!("from {low:e} to {high:e}", "在 {low:e} 到 {high:e} 之间")
     } else {
         text!("in {low}..1", "在 {low}..1 之内")
     };

@@ -586,13 +586,17 @@ fn names_of_data_sets_become_entries_of_dataset_info() {
 }
 
 #[test]
-fn sizes_that_no_machine_could_have_are_refused() {
+fn sizes_and_numbers_out_of_range_are_refused() {
     for line in [
         "--per-device-train-batch-size 9223372036854775807 --gradient-accumulation-steps 4",
         "--gradient-accumulation-steps 18446744073709551615",
         "--global-batch-size 18446744073709551615",
         "--tokens-per-batch 18446744073709551615",
         "--lora-rank 99999999999",
+        "--weight-decay 1e300",
+        "--learning-rate 1e300",
+        "--adam-epsilon 1e-60",
+        "--max-grad-norm -1",
     ] {
         let failure = try_config(&format!("--model m --data d {line}")).expect_err(line);
         assert!(failure.title.contains("out of range"), "{failure}");

@@ -170,7 +170,8 @@ fn summary(rows: &[Row], seconds: f64) -> Value {
 /// Checks that a file can be written to `path`, before the work begins.
 fn check_place(path: &Path, data: &Path) -> Result<(), Failure> {
     let real = |path: &Path| path.canonicalize().ok();
-    let (file, place) = (real(path), path.parent().and_then(real));
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+    let (file, place) = (real(path), real(parent.unwrap_or(Path::new("."))));
     let mut all = places::directories(data)
         .into_iter()
         .filter_map(|data| real(&data));
