@@ -25,6 +25,7 @@ use crate::launch::restart::{self, Attempts};
 use crate::launch::supervisor::job::{Job, config_file, hold};
 use crate::launch::supervisor::{RunFailure, Share, SignalSource, Supervisor, own_program};
 use crate::rank_env::{Env, RankEnv, Variables};
+use crate::report::checkpoints;
 use crate::report::run_directory::{self, Held};
 use crate::report::{self, PlanFile};
 use crate::ui::{DoneEvent, Event, ResumeEvent, Screen};
@@ -281,6 +282,14 @@ fn run_job(
 ) -> Result<(RunPlan, RunSummary), Failure> {
     let is_first = share.as_ref().is_none_or(|share| share.first_rank == 0);
     let mut attempts = Attempts::new(planned.asked, planned.run);
+    if is_first {
+        // Before a rank can die: a restart must not find the checkpoints that a run leaves behind when it goes back.
+        let from = match &attempts.run().resume {
+            Resume::From(path) => Some(&**path),
+            Resume::No | Resume::Latest => None,
+        };
+        checkpoints::go_on_from(&attempts.run().output, from)?;
+    }
     // Suggestions of the newest plan.
     let suggestions = RefCell::new(planned.suggestions);
     let mut again = |draft: &RunPlan, screen: &mut Screen| {
