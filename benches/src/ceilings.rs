@@ -99,7 +99,7 @@ fn best(runs: usize, amount: f64, mut run: impl FnMut()) -> f64 {
     rate
 }
 
-/// Independent accumulators: more than latency times ports of any supported core, and no more than registers.
+/// Number of independent accumulators: enough to hide the latency of both FMA units, and few enough for the registers.
 const ACCUMULATORS: usize = 12;
 const ROUNDS: usize = 2_000_000;
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Tokens per rank.
 pub const TOKENS: usize = 512;
 const VOCABULARY: usize = 32_000;
-/// Outputs and inputs of the linear layers: projections of attention, the two ways into and the one out of the MLP, head.
+/// Output and input features of the linear layers: those of attention, the first two and the last of the MLP, the head.
 pub const LAYERS: [(usize, usize); 4] = [(768, 768), (2048, 768), (768, 2048), (VOCABULARY, 768)];
 
 /// Settings of a run.

@@ -19,7 +19,7 @@ use std::path::Path;
 use crate::error::system::system_remedy;
 
 pub(crate) use crate::error::chain;
-pub(crate) use crate::error::model_files::{check_directory, unusable};
+pub(crate) use crate::error::model_files::{check_directory, moved_base, unusable};
 
 /// Operations of NCCL before ranks wait for each other.
 const ASKING: [Both; 2] = [

@@ -45,6 +45,19 @@ const TOKENIZERS: [(&str, &str); 9] = [
     ("CogAgentForCausalLM", "lmsys/vicuna-7b-v1.5"),
 ];
 
+/// The base model of the adapters or parts in `dir` is not in `base`, where it was when they were trained.
+pub(crate) fn moved_base(dir: &Path, base: &Path) -> Failure {
+    Failure::new(
+        ErrorCode::ModelFiles,
+        text!(
+            "the base model of {} is not there",
+            "{} 的基座模型不在原处",
+            dir.display()
+        ),
+        text!("{} does not exist", "{} 不存在", base.display()),
+    )
+}
+
 /// Fails if the model or adapter directory `dir` is absent, has git-lfs pointers in place of files, or an adapter that is
 /// not implemented. `doing` is the step that needs it. `dir` may also be a `config.json`.
 pub(crate) fn check_directory(doing: impl Into<Text>, dir: &Path) -> Result<(), Failure> {

@@ -52,7 +52,8 @@ pub(crate) fn best_of(directory: &Path) -> PathBuf {
         .unwrap_or_else(|| latest_of(directory))
 }
 
-/// Lets the run in `output` go on from `checkpoint`, or start: the checkpoint is its latest, and it has no best one yet.
+/// Makes `checkpoint` the latest of the run in `output`, and removes the name of its best one. A run calls it before its
+/// first step; without a checkpoint it starts anew.
 ///
 /// # Errors
 /// A file cannot be written or removed (exit 16).

@@ -316,7 +316,10 @@ impl Sources {
             .next(both("add --model DIR", "请加上 --model DIR")));
         };
         if !places::main(&base).is_dir() {
-            return Err(moved_base(&directory, &base));
+            return Err(failures::moved_base(&directory, &base).next(both(
+                "give --model DIR, the base model's directory now",
+                "请用 --model DIR 给出基座模型现在的目录",
+            )));
         }
         let base = places::with_tokenizer(&base, args.tokenizer.as_deref());
         let mut model = WeightSource::open(&base).map_err(|e| failures::weights(&e))?;
@@ -498,23 +501,6 @@ fn check_quantized(args: &ExportArgs, model: &WeightSource, merges: bool) -> Res
         );
     }
     Ok(())
-}
-
-/// The failure when the base model of an adapter is not where the adapter or its manifest says.
-fn moved_base(directory: &Path, base: &Path) -> Failure {
-    Failure::new(
-        ErrorCode::ModelFiles,
-        text!(
-            "the base model of {} is not there",
-            "{} 的基座模型不在原处",
-            directory.display()
-        ),
-        text!("{} does not exist", "{} 不存在", base.display()),
-    )
-    .next(both(
-        "give --model DIR, the base model's directory now",
-        "请用 --model DIR 给出基座模型现在的目录",
-    ))
 }
 
 fn misfit(base: &Path, misfits: Vec<String>) -> Failure {

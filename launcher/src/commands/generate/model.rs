@@ -2,7 +2,7 @@
 
 use crate::config::{PrecisionChoice, exceeds_f16};
 use crate::error::failures::unusable;
-use crate::error::{ErrorCode, Failure, chain, failures, quoted};
+use crate::error::{Failure, chain, failures, quoted};
 use crate::lang::{Text, both, text};
 use crate::model::adapter::{check_shapes, open_adapter, stranger};
 use crate::model::quantize;
@@ -175,16 +175,7 @@ fn with_base(dir: &Path) -> Result<(PathBuf, Option<PathBuf>), Failure> {
     if places::main(&base).is_dir() {
         return Ok((base, Some(dir.to_owned())));
     }
-    Err(Failure::new(
-        ErrorCode::ModelFiles,
-        text!(
-            "the base model of {} is not there",
-            "{} 的基座模型不在原处",
-            dir.display()
-        ),
-        text!("{} does not exist", "{} 不存在", base.display()),
-    )
-    .next(text!(
+    Err(failures::moved_base(dir, &base).next(text!(
         "--model BASE --adapter {}, where BASE is the base model's directory now",
         "--model BASE --adapter {}，其中 BASE 是基座模型现在的目录",
         quoted(&dir.display().to_string())

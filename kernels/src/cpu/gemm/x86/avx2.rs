@@ -170,7 +170,7 @@ fn transpose(x: Square) -> Square {
 /// The processor has AVX2 and F16C, and `x` contains all lanes.
 ///
 /// # Panics
-/// When `width` is neither at most that of a square nor a multiple of it, or `out` has other panels.
+/// When `width` is above 8 and no multiple of 8, or `out` has another length than the panels.
 #[target_feature(enable = "avx2,f16c")]
 pub(in crate::cpu::gemm) unsafe fn pack_across<T: Float>(
     x: &[T],
@@ -198,8 +198,8 @@ pub(in crate::cpu::gemm) unsafe fn pack_across<T: Float>(
                 for (k, lanes_of_k) in transpose(square).into_iter().enumerate().take(long) {
                     let at = (first + k) * width + lane;
                     let to = &mut panel[at..];
-                    // SAFETY: a whole vector is stored inside the panel only. Beyond a narrow panel's lanes it writes to
-                    // those of the next `k`, which are stored later.
+                    // SAFETY: neither store leaves the panel. In a panel of fewer than eight lanes, a store of eight also
+                    // writes to the first lanes of the next `k`, which get their values after it.
                     unsafe {
                         if to.len() >= N {
                             _mm256_storeu_ps(to.as_mut_ptr(), lanes_of_k);
