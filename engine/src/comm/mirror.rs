@@ -458,20 +458,26 @@ fn decode(reader: &mut Reader<'_>, world: World) -> Result<Failure, &'static str
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::threads;
     use super::*;
     use proptest::prelude::*;
 
     const WORLD: World = World { rank: 0, size: 2 };
 
-    fn inbox() -> (Arc<Window>, Inbox) {
+    /// The inbox of rank 0 of two, and its window.
+    pub(in super::super) fn inbox() -> (Arc<Window>, Inbox) {
         let window = threads::window(2, 4096).unwrap();
         let inbox = Inbox {
             window: Arc::downgrade(&window),
             world: WORLD,
         };
         (window, inbox)
+    }
+
+    /// The last frame of a rank.
+    pub(in super::super) fn goodbye() -> Arc<Vec<u8>> {
+        framed(BYE, &[])
     }
 
     fn print() -> Fingerprint {

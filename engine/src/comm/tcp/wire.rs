@@ -5,8 +5,8 @@
 use super::frame;
 use super::secret::FrameSeals;
 use crate::comm::mirror::{Inbox, MAX_FRAME, Wire};
-use crossbeam::channel::{Receiver, Sender, unbounded};
-use std::io::{self, Read, Write};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, unbounded};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -75,7 +75,14 @@ fn write(
         whole.extend(&*bytes);
         whole.extend(seals.next(&bytes[4..]).as_bytes());
         if let Err(error) = stream.write_all(&whole) {
-            inbox.lost(peer, &error.to_string());
+            // The end of the connection also ends the reader, but only after the frames that came before it. One of
+            // them may be the goodbye of the peer.
+            if !matches!(
+                error.kind(),
+                ErrorKind::BrokenPipe | ErrorKind::ConnectionReset
+            ) {
+                inbox.lost(peer, &error.to_string());
+            }
             return;
         }
     }
@@ -161,14 +168,48 @@ impl Wire for Wires {
             drop(frames);
             let patience = if is_dead { LAST_WORDS } else { self.deadline };
             // Nothing is ever sent on this channel. The call returns when the writer ends, or after the time.
-            ended.recv_timeout(patience).ok();
-            if let Some(stream) = &self.streams[peer] {
-                // The connection of a writer that still waits is cut. Bytes already written are delivered.
-                if !writer.is_finished() {
-                    stream.shutdown(Shutdown::Both).ok();
-                }
+            let still_writes = ended.recv_timeout(patience) == Err(RecvTimeoutError::Timeout);
+            if let Some(stream) = self.streams[peer].as_ref().filter(|_| still_writes) {
+                // The connection is cut. Bytes already written are delivered.
+                stream.shutdown(Shutdown::Both).ok();
             }
             writer.join().ok();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Secret;
+    use super::*;
+    use crate::comm::mirror::tests::{goodbye, inbox};
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_goodbye_counts_although_the_connection_broke_while_frames_were_sent() {
+        let secret = Secret::new(b"the secret of this test").unwrap();
+        for says_goodbye in [true, false] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (mut peer, _) = listener.accept().unwrap();
+            let seals = || FrameSeals::new(&secret, true);
+            if says_goodbye {
+                let frame = goodbye();
+                peer.write_all(&frame).unwrap();
+                let seal = seals().next(&frame[4..]);
+                peer.write_all(seal.as_bytes()).unwrap();
+            }
+            drop(peer);
+            let (frames, queue) = unbounded();
+            let large = Arc::new(vec![0; 1 << 20]);
+            (0..64).for_each(|_| frames.send(large.clone()).unwrap());
+            drop(frames);
+            let (window, inbox) = inbox();
+            write(own.try_clone().unwrap(), seals(), &queue, &inbox, 1);
+            assert!(!queue.is_empty(), "the connection did not break");
+            assert_eq!(window.failure(), None);
+            read(own, seals(), &inbox, 1);
+            assert_eq!(window.failure().is_none(), says_goodbye);
         }
     }
 }
