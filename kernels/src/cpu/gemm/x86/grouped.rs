@@ -285,13 +285,9 @@ unsafe fn sums_v3(
     let factor = _mm256_set1_ps(factor);
     for (i, sums) in sums.into_iter().enumerate().take(count) {
         for (v, sum) in sums.into_iter().enumerate() {
-            let mask = avx2::lanes(cols.saturating_sub(v * N));
             let place = place.at(first + i, v * N);
-            // SAFETY: the caller's promises; masked lanes are neither read nor written.
-            unsafe {
-                let from = _mm256_maskload_ps(place.from, mask);
-                _mm256_maskstore_ps(place.to, mask, _mm256_fmadd_ps(factor, sum, from));
-            }
+            // SAFETY: the caller's promises.
+            unsafe { avx2::add_scaled(place, cols.saturating_sub(v * N), factor, sum) }
         }
     }
 }

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 
 mod avx512;
 
-use super::avx2::lanes;
+use super::avx2::add_scaled;
 use crate::cpu::gemm::kernel::TileIo;
 use crate::cpu::gemm::stretches;
 use crate::cpu::matrix::{Floats, Matrix};
@@ -117,18 +117,15 @@ unsafe fn row_of<T: Float>(
         let column = |i: usize| b[(first + i.min(wide - 1)) * stride..].as_ptr();
         let columns: [[*const T; N]; 2] =
             [0, N].map(|half| std::array::from_fn(|i| column(half + i)));
-        // SAFETY: all columns have the length of `a`. Masked lanes are neither read nor written.
+        // SAFETY: all columns have the length of `a`.
         unsafe {
             let factor = _mm256_set1_ps(factor);
             for (i, chain) in chains(&columns, a.as_ptr(), a.len())
                 .into_iter()
                 .enumerate()
             {
-                let mask = lanes(wide.saturating_sub(i * N));
-                let from = place.from.wrapping_add(first + i * N);
-                let from = _mm256_maskload_ps(from, mask);
-                let to = place.to.wrapping_add(first + i * N);
-                _mm256_maskstore_ps(to, mask, _mm256_fmadd_ps(factor, chain, from));
+                let n = wide.saturating_sub(i * N);
+                add_scaled(place.at(0, first + i * N), n, factor, chain);
             }
         }
     }
