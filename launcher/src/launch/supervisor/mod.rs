@@ -478,7 +478,7 @@ impl Watch<'_> {
             let failure = match self.trains {
                 true => report::explain(first, &machine, self.output, self.suggestions),
                 // The job's directory, with all files of its ranks, is removed.
-                false => report::of_rank(first, &machine, self.output).0,
+                false => report::of_rank(first, &machine, self.output, false).0,
             };
             return Err(RunFailure {
                 failure: Box::new(failure),

@@ -56,7 +56,7 @@ pub(super) fn explain(
 ) -> Failure {
     let rank = ending.rank;
     let details = Failure::path(output, rank);
-    let (mut failure, quoted) = of_rank(ending, machine, output);
+    let (mut failure, quoted) = of_rank(ending, machine, output, true);
     if failure.details.is_none() {
         if quoted {
             let from = ending.tail.len().saturating_sub(QUOTED_LINES);
@@ -82,15 +82,21 @@ pub(super) fn explain(
     failure
 }
 
-/// Failure of one rank, with its number in the title, and whether it left none of its own or was killed.
-pub(super) fn of_rank(ending: &Ending, machine: &Machine, output: &Path) -> (Failure, bool) {
+/// Failure of one rank, with its number in the title, and whether it left none of its own or was killed. `trains` says
+/// that its log stays and that the run can continue.
+pub(super) fn of_rank(
+    ending: &Ending,
+    machine: &Machine,
+    output: &Path,
+    trains: bool,
+) -> (Failure, bool) {
     let rank = ending.rank;
     let own = Failure::load(output, rank);
     let quoted = own.is_none() || ending.status.signal().is_some();
     let mut failure = match (own, ending.status.signal(), ending.status.code()) {
         // A rank that saved a failure and exited ended by itself.
         (Some(own), None, _) => own,
-        (_, Some(9), _) => killed(rank, machine),
+        (_, Some(9), _) => killed(rank, machine, trains),
         (_, Some(signal), _) => Failure::new(
             ErrorCode::RankDied,
             text!(
@@ -103,7 +109,7 @@ pub(super) fn of_rank(ending: &Ending, machine: &Machine, output: &Path) -> (Fai
                 "进程崩溃，或有人发送了该信号",
             ),
         )
-        .next(look_at_log(rank)),
+        .next(look_at_log(rank, trains)),
         (None, None, code) => {
             let code = code.unwrap_or(-1);
             Failure::new(
@@ -114,7 +120,7 @@ pub(super) fn of_rank(ending: &Ending, machine: &Machine, output: &Path) -> (Fai
                 ),
                 both("it left no report of its own", "它没有留下自己的报告"),
             )
-            .next(look_at_log(rank))
+            .next(look_at_log(rank, trains))
         }
     };
     if failure.details.is_none() && !failure.title.contains("rank ") {
@@ -123,7 +129,14 @@ pub(super) fn of_rank(ending: &Ending, machine: &Machine, output: &Path) -> (Fai
     (failure, quoted)
 }
 
-fn look_at_log(rank: usize) -> Text {
+fn look_at_log(rank: usize, trains: bool) -> Text {
+    if !trains {
+        return both(
+            "see `dmesg`, and run the same command again",
+            "请查看 `dmesg`，然后重新运行同一命令",
+        )
+        .into();
+    }
     text!(
         "see logs/rank-{rank:04}.log and `dmesg`",
         "请查看 logs/rank-{rank:04}.log 和 `dmesg`"
@@ -175,7 +188,7 @@ fn may_lack_memory(machine: &Machine) -> bool {
     cgroup > 0 || on_machine > 0 || memory.free_bytes < memory.total_bytes / 10
 }
 
-fn killed(rank: usize, machine: &Machine) -> Failure {
+fn killed(rank: usize, machine: &Machine, trains: bool) -> Failure {
     let OomKills {
         cgroup,
         machine: on_machine,
@@ -239,13 +252,14 @@ fn killed(rank: usize, machine: &Machine) -> Failure {
             Text::join(&seen, " · ")
         ));
     }
-    failure.next(if may_lack_memory(machine) {
-        both("or use a machine with more memory", "或使用内存更大的机器")
-    } else {
-        both(
+    failure.next(match (may_lack_memory(machine), trains) {
+        (true, true) => both("or use a machine with more memory", "或使用内存更大的机器"),
+        (true, false) => both("use a machine with more memory", "使用内存更大的机器"),
+        (false, true) => both(
             "with --max-restarts 3 a run starts again by itself after such an end",
             "加上 --max-restarts 3 后，运行在这样结束时会自动重新开始",
-        )
+        ),
+        (false, false) => both("run the same command again", "重新运行同一命令"),
     })
 }
 
@@ -346,6 +360,10 @@ mod tests {
         assert!(failure.next[0].contains("--max-restarts"), "{failure}");
         assert!(failure.next[1].contains("--resume"), "{failure}");
         assert_eq!(failure.next.len(), 2, "{failure}");
+        let evaluated = of_rank(&ending(1, 9), &machine, other.path(), false).0;
+        assert_eq!(evaluated.next, ["run the same command again"]);
+        let evaluated = of_rank(&ending(1, 11), &machine, other.path(), false).0;
+        assert!(!evaluated.to_string().contains("logs/"), "{evaluated}");
     }
 
     #[test]
