@@ -428,7 +428,7 @@ pub(crate) fn comm(error: &CommError) -> Failure {
             both("the exchange between ranks failed", "rank 之间的数据交换失败"),
             chain(error),
         )
-        .next(both("the report of the first failing rank has the cause; see logs/", "原因见最先失败的 rank 的报告；请查看 logs/")),
+        .next(system_remedy(error).unwrap_or(both("the report of the first failing rank has the cause; see logs/", "原因见最先失败的 rank 的报告；请查看 logs/"))),
     }
 }
 
@@ -606,6 +606,12 @@ mod tests {
             failure.title,
             "rendezvous incomplete after 60 s: 2 of 3 ranks arrived"
         );
+        let failure = comm(&CommError::Io {
+            action: "size",
+            path: "/dev/shm/window".into(),
+            source: std::io::Error::from_raw_os_error(27),
+        });
+        assert!(failure.next[0].contains("ulimit -f"), "{failure}");
     }
 
     #[test]
