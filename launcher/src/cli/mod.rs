@@ -593,7 +593,7 @@ pub struct Args {
     pub save_total_limit: Option<usize>,
     /// Keep the best checkpoint and let it stand for the run after its end
     ///
-    /// Checkpoints are saved where the held-out samples are evaluated. `generate`, `eval` and `export` with the run's directory take the best one; --resume continues from the latest.
+    /// Checkpoints are saved where the held-out samples are evaluated, or at a multiple of these steps (--save-steps). `generate`, `eval` and `export` with the run's directory take the best one; --resume continues from the latest.
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help_heading = "Saving, evaluation, logs")]
     pub load_best_model_at_end: Option<bool>,
     /// Metric of the held-out samples that decides

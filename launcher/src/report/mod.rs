@@ -260,10 +260,10 @@ impl RunReport {
         write_json(&self.output.join(EVAL_RESULTS), results)
     }
 
-    /// Takes the best evaluation by the run's own rule; `is_kept`: whether its checkpoint survives.
-    pub(crate) fn note_best(&mut self, best: BestSoFar, is_kept: bool) {
-        let directory = self.output.join(format!("checkpoint-{}", best.step));
-        let directory = is_kept.then(|| directory.display().to_string());
+    /// Takes the best evaluation by the run's own rule, and the best one whose checkpoint survives.
+    pub(crate) fn note_best(&mut self, best: BestSoFar, kept: Option<BestSoFar>) {
+        let directory = |kept: BestSoFar| self.output.join(format!("checkpoint-{}", kept.step));
+        let directory = kept.map(|kept| directory(kept).display().to_string());
         self.state.set_best(best, directory);
     }
 

@@ -97,6 +97,8 @@ pub(crate) struct Trainer<'a> {
     exact_match_before: Option<f64>,
     /// The best evaluation, if the run compares them.
     best: Option<BestSoFar>,
+    /// The best evaluation that has a checkpoint, if the run keeps that.
+    kept: Option<BestSoFar>,
     summary: RunSummary,
     /// Micro-batch in progress, if any.
     at: Option<StepContext>,
@@ -137,6 +139,7 @@ impl<'a> Trainer<'a> {
             history: History::default(),
             exact_match_before: None,
             best: None,
+            kept: None,
             summary: RunSummary::default(),
             at: None,
             losses: Vec::new(),
@@ -193,12 +196,14 @@ impl<'a> Trainer<'a> {
             let stopping = self.anyone(stop.is_set())?;
             // A stopped run skips evaluation, so that its state is saved at once.
             self.monitor.begin(&self.replica.zero);
+            let mut value = None;
             if due(config.eval) && (is_last || !stopping) {
-                self.evaluate(&sampler)?;
+                value = self.evaluate(&sampler)?;
                 self.monitor.end(Phase::Eval, &self.replica.zero);
             }
             let best_is_past = config.best.is_some_and(|rule| rule.ends(self.best));
             if due(config.save) || stopping || best_is_past {
+                self.keep(value);
                 self.save()?;
                 self.monitor.end(Phase::Save, &self.replica.zero);
             }
@@ -244,7 +249,15 @@ impl<'a> Trainer<'a> {
         self.started_at = position.done;
         self.total_tokens = position.total_tokens;
         self.exact_match_before = position.exact_match_before;
-        self.best = serde_json::from_value(meta["best"].clone()).unwrap_or_default();
+        let best = |key: &str| serde_json::from_value(meta[key].clone()).unwrap_or_default();
+        self.best = best("best");
+        let loads = config.best.is_some_and(|rule| rule.load);
+        // A checkpoint of another directory does not count.
+        let is_here = |best: &BestSoFar| {
+            let name = format!("checkpoint-{}", best.step);
+            config.output.join(name).is_dir()
+        };
+        self.kept = best("kept").filter(|best| loads && is_here(best));
         self.reporter.emit(&Event::Resume(ResumeEvent {
             name: directory
                 .file_name()
@@ -606,10 +619,10 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Evaluates on the held-out samples, if there are any.
-    fn evaluate(&mut self, sampler: &Sampler) -> Result<(), Failure> {
+    /// Evaluates on the held-out samples, if there are any. Returns the metric that the run compares.
+    fn evaluate(&mut self, sampler: &Sampler) -> Result<Option<f64>, Failure> {
         let Some(set) = &self.eval else {
-            return Ok(());
+            return Ok(None);
         };
         let started = Instant::now();
         let eval_loss = evaluate::loss(&self.replica, set)?;
@@ -633,34 +646,37 @@ impl<'a> Trainer<'a> {
                 epoch: sampler.epochs_after(self.done),
             })?;
         }
-        if let Some(rule) = self.replica.config.best {
+        let value = self.replica.config.best.map(|rule| {
             let value = match rule.metric {
                 BestMetric::Loss => eval_loss,
                 BestMetric::ExactMatch => exact,
             };
             self.best = rule.after(self.best, self.done, value);
+            value
+        });
+        self.report_best();
+        Ok(value)
+    }
+
+    /// Compares an evaluation with `value` of this step, which is about to be saved, with the best one that was saved.
+    fn keep(&mut self, value: Option<f64>) {
+        let rule = self.replica.config.best.filter(|rule| rule.load);
+        if let (Some(rule), Some(value)) = (rule, value) {
+            self.kept = rule.after(self.kept, self.done, value);
             self.report_best();
         }
-        Ok(())
     }
 
-    /// Passes the best evaluation to the report.
+    /// Passes the best evaluation, and the best that has a checkpoint, to the report.
     fn report_best(&mut self) {
-        let kept = self.kept().is_some();
         if let (Some(report), Some(best)) = (&mut self.report, self.best) {
-            report.note_best(best, kept);
+            report.note_best(best, self.kept);
         }
-    }
-
-    /// The best checkpoint, if it outlives the limit.
-    fn kept(&self) -> Option<BestSoFar> {
-        let rule = self.replica.config.best.filter(|rule| rule.load);
-        self.best.filter(|_| rule.is_some())
     }
 
     /// Lets the best checkpoint stand for the run.
     fn load_best(&self) -> Result<(), Failure> {
-        let (Some(best), Some(rule)) = (self.kept(), self.replica.config.best) else {
+        let (Some(best), Some(rule)) = (self.kept, self.replica.config.best) else {
             return Ok(());
         };
         let name = format!("checkpoint-{}", best.step);
@@ -713,6 +729,7 @@ impl<'a> Trainer<'a> {
             "worst_first": config.batch.worst_first,
             "base_model": config.model_dir(),
             "best": self.best,
+            "kept": self.kept,
         });
         if let Some(most) = config.batch.tokens_per_batch {
             meta[resume::TOKENS_PER_BATCH] = most.into();
@@ -728,7 +745,7 @@ impl<'a> Trainer<'a> {
         meta[UNITS] = save::units(zero.plan());
         meta[resume::ORIGIN] = json!(config.found().origin);
         meta[resume::RESUMED_ANYWAY] = json!(config.found().resumed_anyway);
-        let kept = self.kept().map(|best| best.step);
+        let kept = self.kept.map(|best| best.step);
         let (weights, report) = (self.weights.as_ref(), self.report.as_ref());
         let event = save::save(
             &mut self.replica,

@@ -555,9 +555,21 @@ fn the_best_checkpoint_survives_and_stands_for_the_run() {
     let screen = site.refuse("--load-best-model-at-end --save-steps 1", 2, "E09");
     assert_says(&screen, &["--eval-data FILE"]);
     let screen = site.refuse(
-        "--load-best-model-at-end --save-steps 2 --eval-steps 1 --eval-data data/samples.json",
+        "--load-best-model-at-end --save-steps 3 --eval-steps 2 --eval-data data/samples.json",
         2,
         "E09",
     );
-    assert_says(&screen, &["a checkpoint at every evaluation"]);
+    assert_says(&screen, &["an evaluation at every checkpoint"]);
+    // Evaluations without a checkpoint are not chosen, even where they are better.
+    let line = format!("{often} {best} --save-steps 2 --max-steps 4 --output rarely");
+    let screen = site.train(&line).screen;
+    assert_says(&screen, &["checkpoint-2 · eval_loss"]);
+    let state = read_json(&site.path("rarely/trainer_state.json"));
+    assert_eq!(state["best_global_step"], 1);
+    let named = state["best_model_checkpoint"].as_str().unwrap();
+    assert!(named.ends_with("rarely/checkpoint-2"), "{named}");
+    // A new directory does not have the best checkpoint of the old one.
+    let line = format!("{often} {best} --max-steps 6 --resume rarely/checkpoint-4 --output moved");
+    let screen = site.train(&line).screen;
+    assert_says(&screen, &["checkpoint-5 · eval_loss"]);
 }

@@ -47,20 +47,24 @@ pub(super) fn resolve(
         )
         .next(Text::literal("--eval-data FILE --eval-steps N")));
     }
-    if load && save != eval {
+    let is_multiple = matches!(
+        (save, eval),
+        (Cadence::Steps(save), Cadence::Steps(eval)) if save.is_multiple_of(eval.max(1))
+    );
+    if load && save != eval && !is_multiple {
         return Err(Failure::usage(
             both(
-                "--load-best-model-at-end needs a checkpoint at every evaluation",
-                "--load-best-model-at-end 要求每次评估时都有检查点",
+                "--load-best-model-at-end needs an evaluation at every checkpoint",
+                "--load-best-model-at-end 要求每个检查点处都有评估",
             ),
             both(
-                "the run saves at other steps than it evaluates",
-                "保存的步与评估的步不同",
+                "the run saves at steps at which it does not evaluate",
+                "运行会在没有评估的步保存",
             ),
         )
         .next(both(
-            "give --save-steps and --eval-steps, or --save-strategy and --eval-strategy, the same value",
-            "请为 --save-steps 和 --eval-steps，或 --save-strategy 和 --eval-strategy 指定相同的值",
+            "make --save-steps a multiple of --eval-steps, or give --save-strategy and --eval-strategy the same value",
+            "请让 --save-steps 为 --eval-steps 的倍数，或为 --save-strategy 和 --eval-strategy 指定相同的值",
         ))
         .next(both(
             "or leave --save-steps out: checkpoints follow the evaluations",

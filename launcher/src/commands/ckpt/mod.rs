@@ -70,8 +70,8 @@ fn missing(directory: &Path, doing: &Text) -> Failure {
         cause,
     )
     .next(both(
-        "give a checkpoint-N directory of a run; `launcher ckpt ls RUN` lists them",
-        "请指定某次运行的 checkpoint-N 目录；`launcher ckpt ls RUN` 会列出它们",
+        "give the directory of a run: the value of its --output, or a directory below runs/; or a checkpoint-N directory in it",
+        "请指定某次运行的目录：其 --output 的值，或 runs/ 下的目录；或其中的 checkpoint-N 目录",
     ))
 }
 
