@@ -252,7 +252,7 @@ impl<'a> Trainer<'a> {
         let best = |key: &str| serde_json::from_value(meta[key].clone()).unwrap_or_default();
         self.best = best("best");
         let loads = config.best.is_some_and(|rule| rule.load);
-        // A checkpoint of another directory does not count.
+        // A run with a new output directory does not have the checkpoints of the old one.
         let is_here = |best: &BestSoFar| {
             let name = format!("checkpoint-{}", best.step);
             config.output.join(name).is_dir()
@@ -658,7 +658,8 @@ impl<'a> Trainer<'a> {
         Ok(value)
     }
 
-    /// Compares an evaluation with `value` of this step, which is about to be saved, with the best one that was saved.
+    /// Remembers this step as the best one with a checkpoint, if its metric `value` is better than that of the best so
+    /// far. Called before a step is saved; `value` is `None` if the step was not evaluated.
     fn keep(&mut self, value: Option<f64>) {
         let rule = self.replica.config.best.filter(|rule| rule.load);
         if let (Some(rule), Some(value)) = (rule, value) {

@@ -75,8 +75,8 @@ fn write(
         whole.extend(&*bytes);
         whole.extend(seals.next(&bytes[4..]).as_bytes());
         if let Err(error) = stream.write_all(&whole) {
-            // The end of the connection also ends the reader, but only after the frames that came before it. One of
-            // them may be the goodbye of the peer.
+            // The peer closed the connection. The reader thread finds this out too, after it has read the frames that
+            // arrived before. One of them may be the peer's goodbye, so the reader decides whether this is a failure.
             if !matches!(
                 error.kind(),
                 ErrorKind::BrokenPipe | ErrorKind::ConnectionReset

@@ -82,8 +82,8 @@ pub(super) fn explain(
     failure
 }
 
-/// Failure of one rank, with its number in the title, and whether it left none of its own or was killed. `trains` says
-/// that its log stays and that the run can continue.
+/// Failure of one rank, with its number in the title, and whether it left none of its own or was killed. `trains`: the
+/// ranks train, so their logs stay and the run can be resumed. Those of `eval` leave nothing.
 pub(super) fn of_rank(
     ending: &Ending,
     machine: &Machine,
